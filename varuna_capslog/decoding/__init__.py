@@ -1,1 +1,1 @@
-"""Decodes greedily with one model over several ranks, whose key-value cache is divided by positions or by heads."""
+"""Greedy decoding with one model on several ranks, which divide the key-value cache by positions or by heads."""

@@ -1,9 +1,9 @@
-"""Key-value cache whose positions are dealt to ranks, and attention to it: partial results, merged in rank order.
+"""Key-value cache whose positions are distributed over ranks, and attention to it, merged from the ranks' results.
 
 Position p of request i is on rank (p + i) mod N, so that the shares stay equal for answers of any length. Request i is
-decoded on rank i mod N, its home. For every layer of a step the home ranks send their queries to all ranks, and the new
-keys and values to the ranks that keep them; every rank attends to its positions, and returns outputs and log-sum-exps.
-This is cache parallelism (thesis, Sec. 4.4) except for k, v and s, which the thesis sends to more ranks than need them.
+decoded on rank i mod N, its home. In every layer of a step the home ranks send their queries to all ranks, and new keys
+and values to the ranks that keep them. Every rank attends to its positions, and returns outputs and log-sum-exps. This
+is cache parallelism (thesis, Sec. 4.4), but k, v and s are sent only to ranks that need them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from varuna_capslog.variants.attention import merged
 __all__ = ["DealtCache", "Wire", "attend_to_part"]
 
 
-# -- Messages between ranks that decode together, counted where they are handed to the communicator.
+# -- Messages between ranks that decode together, and a count of their bytes, from the tensors and not by a formula.
 #
-# The count is of the tensors themselves and uses no formula. A sum is made of gathered parts in the order of the
-# ranks, so that it has the same bits in every run and on every rank.
+# A sum adds the ranks' parts in rank order, so that it has the same bits in every run and on every rank.
 
 
 _TAGS = 1 << 20
 
 
 class Wire:
-    """Exchanges between the ranks of a communicator. device: of this rank's tensors. sent_bytes: by `phase`."""
+    """Exchange of tensors between ranks. device: of this rank's tensors. sent_bytes: by this rank, for each `phase`."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator, self._device = communicator, device
@@ -50,7 +49,7 @@ class Wire:
     def exchange(
         self, given: Mapping[int, Sequence[Tensor]], wanted: Mapping[int, Sequence[TensorSpec]]
     ) -> dict[int, list[Tensor]]:
-        """Send a message to each rank of `given`; return those from `wanted`, by rank. Empty messages are not sent."""
+        """Send tensors to the ranks of `given`; return those from the ranks of `wanted`. Skips empty messages."""
         if not given and not wanted:
             return {}
         messages = {peer: _packed(tensors) for peer, tensors in given.items()}
@@ -66,7 +65,7 @@ class Wire:
         return {peer: _unpacked(received[peer], specs) for peer, specs in wanted.items()}
 
     def sum(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts of one shape: each rank adds one slice of them and sends it to all."""
+        """Return the sum of all ranks' parts, of one shape: each rank adds one slice and sends the sum to all ranks."""
         if self.degree == 1:
             return part
         slices = part.reshape(-1).tensor_split(self.degree)
@@ -97,13 +96,13 @@ def _unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     return [part.clone().view(spec.dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
 
 
-# -- Key-value cache whose positions are dealt to ranks
+# -- Key-value cache whose positions are distributed over ranks
 
 
 def attend_to_part(queries: Tensor, keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend to some of the positions. queries: [B, H, D], scaled; keys, values: [B, K, S, D], where K divides H;
-    counts: [B], number of valid positions among the S of each request. Return outputs [B, H, D] and log-sum-exps [B, H]
-    of the logits; 0 and -inf where there is no position.
+    """Attend to a part of the positions. queries: [B, H, D], scaled; keys, values: [B, K, S, D], where K divides H;
+    counts: [B], number of valid positions of each request, the first of S. Return outputs [B, H, D] and log-sum-exps
+    [B, H] of the logits; 0 and -inf where a request has no position.
     """
     batch, heads, size = queries.shape
     grouped = queries.view(batch, keys.shape[1], -1, size)
@@ -117,11 +116,11 @@ def attend_to_part(queries: Tensor, keys: Tensor, values: Tensor, counts: Tensor
 
 
 class DealtCache:
-    """This rank's share of the keys and values of all requests.
+    """Share of one rank in the keys and values of all requests.
 
     Args:
-        dealt: False: this rank is home to all requests and keeps all their positions, as where heads are divided.
-        lengths, room: tokens of each request's prompt, and tokens that every request may have in total.
+        dealt: False (heads are divided): this rank is home to all requests and keeps all their positions.
+        lengths: tokens of each request's prompt. room: most tokens of a request, prompt and answer.
     """
 
     def __init__(self, shape: DecoderShape, wire: Wire, dealt: bool, lengths: Sequence[int], room: int) -> None:
@@ -146,7 +145,7 @@ class DealtCache:
         return sum(part.nbytes for pair in self._layers.values() for part in pair)
 
     def read_prompt(self, request: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Run causal attention of one own request's prompt to itself; keep its keys and values until `deal`.
+        """Run causal attention over the prompt of one request of this rank; keep its keys and values until `deal`.
         q: [1, H, S, D]; k, v: [1, K, S, D]. Returns [1, H, S, D].
         """
         self._prompts.setdefault(layer, {})[request] = k[0], v[0]
@@ -178,10 +177,10 @@ class DealtCache:
             self._layers[layer] = keys, values
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attend from the next token of each own request to all positions up to itself.
+        """Attend from the newest token of each of this rank's requests to all its positions.
         q: [own requests, H, 1, D]; k, v: [own requests, K, 1, D]. Returns [own requests, H, 1, D].
         """
-        # the queries are scaled here, since other ranks do not know the scale
+        # queries are scaled before they are sent, since ranks without requests do not know the scale
         queries, news = self._send_queries(q[:, :, 0] * scale, k[:, :, 0], v[:, :, 0])
         keys, values = self._layers[layer]
         for requests, key, value in news:
@@ -195,24 +194,24 @@ class DealtCache:
         return self._merged(output, sums)[:, :, None]
 
     def attend_for_others(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Take part in `attend` on a rank that is home to no request."""
+        """Take part in the other ranks' `attend`, on a rank that is home to no request."""
         query = torch.empty(0, self._shape.heads, 1, self._shape.head_dim, dtype=dtype, device=device)
         key = torch.empty(0, self._shape.kv_heads, 1, self._shape.head_dim, dtype=dtype, device=device)
         self.attend(layer, query, key, key, 1.0)
 
     def advance(self) -> None:
-        """Count one token more for every request."""
+        """Count one more token for every request."""
         self.lengths = [length + 1 for length in self.lengths]
 
     def _first(self, request: int, rank: int) -> int:
-        """Return a request's first position on a rank, in slot 0; the next ones, N later each, follow it."""
+        """Return a request's first position on a rank; it has slot 0, and the position N later has the next slot."""
         return (rank - request) % self._degree
 
     def _share(self, part: Tensor, request: int, rank: int) -> Tensor:
         return part[:, self._first(request, rank) :: self._degree]
 
     def _count(self, request: int, rank: int, more: int = 0) -> int:
-        """Return the number of positions on a rank of a request that becomes `more` tokens longer."""
+        """Return the number of a request's positions on a rank, if the request gets `more` tokens."""
         return len(range(self._first(request, rank), self.lengths[request] + more, self._degree))
 
     def _keeper(self, request: int) -> int:
@@ -220,7 +219,7 @@ class DealtCache:
         return (self.lengths[request] + request) % self._degree
 
     def _send_queries(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[tuple[list[int], Tensor, Tensor]]]:
-        """Return all queries [B, H, D], and the new keys and values [requests, K, D] that this rank keeps."""
+        """Return all queries [B, H, D]; by rank, the requests, keys and values [requests, K, D] that are kept here."""
         outgoing, wanted, kept = {}, {}, {}
         for rank in range(self._degree):
             sent = [place for place, request in enumerate(self.own) if self._keeper(request) == rank]
@@ -235,7 +234,7 @@ class DealtCache:
         return queries, [(kept[rank], keys, values) for rank, (_, keys, values) in received.items()]
 
     def _merged(self, output: Tensor, sums: Tensor) -> Tensor:
-        """Merge the own requests' attention to all positions from all ranks' parts, rank 0's first."""
+        """Exchange results; return attention to all positions for this rank's requests, merged in rank order."""
         outgoing = {rank: [part[rank :: self._degree] for part in (output, sums)] for rank in range(self._degree)}
         specs = [TensorSpec.of(part) for part in outgoing[self._rank]]
         received = self._exchanged(outgoing, dict.fromkeys(outgoing, specs))
@@ -244,7 +243,7 @@ class DealtCache:
     def _exchanged(
         self, outgoing: dict[int, list[Tensor]], wanted: dict[int, list[TensorSpec]]
     ) -> dict[int, list[Tensor]]:
-        """Return the tensors that each rank sends to this one, by rank; this rank's own tensors are not sent."""
+        """Return the tensors that each rank has for this rank, by rank; this rank's own tensors are not sent."""
         kept = outgoing.pop(self._rank)
         del wanted[self._rank]
         return {**self._wire.exchange(outgoing, wanted), self._rank: kept}

@@ -1,7 +1,7 @@
-"""Compares dividing a key-value cache by positions and by heads: seconds and bytes of both. Imports no torch.
+"""Compares two ways to divide a key-value cache, by positions and by heads: seconds and bytes. Imports no torch.
 
-By positions every rank has all weights and decodes its own requests (the thesis's cache parallelism with data
-parallelism around it, Sec. 4.4); by heads every rank has a part of the heads and columns and decodes all requests.
+By positions, every rank has all weights and decodes its own requests (cache parallelism and data parallelism of the
+thesis, Sec. 4.4). By heads, every rank has a part of the heads and columns and decodes all requests.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ __all__ = [
 ]
 
 
-# -- Bytes that ranks send while they decode: as the thesis prints them, corrected, and as we send them.
+# -- Bytes that ranks send while they decode: as printed in the thesis, corrected, and as we send them.
 #
-# Source: chapter 4 of the thesis on "cache parallelism" (Sec. 4.4, the two formulas under "Communication"), a
-# key-value cache that is divided along the sequence, beside tensor parallelism, which divides it by heads. Its
-# symbols: N ranks, B requests, hidden size E, H heads. Every function gives the bytes that one rank sends for one
-# token of every request and one layer: the mean over the ranks, and over N tokens one after the other where the
-# token's position matters.
+# Source: chapter 4 of the thesis, "cache parallelism" (Sec. 4.4, the two formulas under "Communication"), which divides
+# a key-value cache along the sequence, and tensor parallelism, which divides it by heads. Symbols of the thesis: N
+# ranks, B requests, hidden size E, H heads. Every function returns the bytes that one rank sends for one token of every
+# request and one layer: the mean over the ranks and, where the token's position matters, over N successive tokens.
 
 
 TOKEN_BYTES = 8
-"""Bytes of a token's number, which ranks exchange where positions are divided."""
+"""Bytes of a token number, which ranks exchange where positions are divided."""
 SEQUENCE, HEADS = "sequence", "heads"
 SHARDS = (SEQUENCE, HEADS)
 """Ways to divide a key-value cache over ranks."""
@@ -54,13 +53,13 @@ class DecoderShape:
     """Sizes of a decoder that decide the cost of decoding.
 
     Attributes:
-        layers: layers that attend.
-        width: numbers of a hidden state (E).
-        heads, kv_heads, head_dim: of queries (H), of keys and values, and numbers of each.
+        layers: layers with attention.
+        width: elements of a hidden state (E).
+        heads, kv_heads: heads of queries (H), and of keys and values. head_dim: elements of a head.
         inner: columns of the feed-forward.
-        itemsize: bytes of one number in weights, caches and messages.
-        divided: numbers in all attention and feed-forward matrices, which heads sharding divides.
-        output, rest: numbers in the matrix that makes the logits, and in all other weights; every rank has both.
+        itemsize: bytes of one element in weights, caches and messages.
+        divided: elements of all attention and feed-forward matrices, which sharding by heads divides.
+        output: elements of the matrix that computes logits. rest: of all other weights; every rank has both whole.
     """
 
     layers: int
@@ -80,22 +79,22 @@ class DecoderShape:
 
     @property
     def queries(self) -> int:
-        """Numbers in the queries of one token; E where heads and hidden state are equally wide."""
+        """Elements of the queries of one token in one layer; E where all heads together have the hidden size."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Numbers in the keys of one token and layer, and in its values."""
+        """Elements of the keys of one token in one layer; its values have as many."""
         return self.kv_heads * self.head_dim
 
     @property
     def sum_itemsize(self) -> int:
-        """Bytes of one log-sum-exp: float32 where numbers have fewer bits."""
+        """Bytes of one log-sum-exp, which has at least float32."""
         return max(4, self.itemsize)
 
 
 def refuse_heads(shape: DecoderShape, degree: int) -> str | None:
-    """Say why heads sharding cannot have this degree; None where it can."""
+    """Return the reason why sharding by heads cannot have this degree; None where it can."""
     sizes = {"heads": shape.heads, "key-value heads": shape.kv_heads, "columns of the feed-forward": shape.inner}
     for name, size in sizes.items():
         if size % degree:
@@ -104,50 +103,50 @@ def refuse_heads(shape: DecoderShape, degree: int) -> str | None:
 
 
 def printed_sequence_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
-    """(N-1)/N 3BE + (N-1) B (E+2H) / 2, as printed: all-gather of q, k, v, all-to-all of (o, m, s)."""
+    """Bytes (N-1)/N 3BE + (N-1) B (E+2H) / 2, as printed: all-gather of q, k, v, all-to-all of (o, m, s)."""
     gathered = (degree - 1) * 3 * batch * shape.width / degree
     return (gathered + (degree - 1) * batch * (shape.width + 2 * shape.heads) / 2) * shape.itemsize
 
 
 def printed_heads_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
-    """4 (N-1) B E, as printed: two all-reduces."""
+    """Bytes 4 (N-1) B E, as printed: two all-reduces."""
     return 4 * (degree - 1) * batch * shape.width * shape.itemsize
 
 
 def described_sequence_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
-    """(N-1)/N B (4E+2H): the thesis's description, corrected. The all-to-all sends an N-th of each rank's results to
-    every other rank, so that "/ 2" must be "/ N". With fewer key-value heads, q, k and v together have Q + 2K numbers
-    instead of 3E. m and s travel in the numbers' own type.
+    """Bytes (N-1)/N B (4E+2H): the printed formula, corrected to the thesis's description. The all-to-all sends an N-th
+    of each rank's results to every other rank, so that "/ 2" must be "/ N". With fewer key-value heads, q, k and v
+    together have Q + 2K elements instead of 3E. m and s have the same type as the other elements.
     """
     numbers = shape.queries + 2 * shape.keys + shape.queries + 2 * shape.heads
     return (degree - 1) * batch * numbers * shape.itemsize / degree
 
 
 def heads_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
-    """4 (N-1)/N B E: two all-reduces, corrected, in which a rank sends 2 (N-1)/N of the numbers that are summed. A ring
-    sends this much, and so does `decoder`, where every rank sums one slice and sends it to all others.
+    """Bytes 4 (N-1)/N B E: the printed formula, corrected: in each of two all-reduces a rank sends 2 (N-1)/N of the
+    summed elements. A ring sends this much, and so does `decoder`: every rank sums a slice and sends it to all others.
     """
     return 4 * (degree - 1) * batch * shape.width * shape.itemsize / degree
 
 
 def sequence_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
-    """(N-1)/N B (2Q + 2K/N + H): q goes to all, the new k and v to the one rank that keeps them, (o, log-sum-exp) back.
-    Q and K are the numbers in one token's queries and keys: 2E + 2E/N + H where both are E. One log-sum-exp carries the
-    same information as the maximum and the sum of the thesis.
+    """Bytes (N-1)/N B (2Q + 2K/N + H) that we send: q to all ranks, new k and v to the one rank that keeps them, (o,
+    log-sum-exp) back. Q and K are the elements of one token's queries and keys; where both are E, the sum in brackets
+    is 2E + 2E/N + H. One log-sum-exp has the same information as the maximum and the sum in the thesis.
     """
     numbers = 2 * shape.queries + 2 * shape.keys / degree
     return (degree - 1) * batch * (numbers * shape.itemsize + shape.heads * shape.sum_itemsize) / degree
 
 
 def phases(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[float]:
-    """Return the bytes of each exchange of one layer, in order, on the rank that sends or receives most in it, not the
-    mean: where N does not divide the batch, some ranks have a request more.
+    """Return the bytes of each exchange of one layer, in order, on the rank that sends or receives most, instead of the
+    mean: where N does not divide the batch, some ranks have one more request.
     """
     if degree == 1:
         return []
     if shard == HEADS:
         slices = _shares(batch * shape.width, degree)
-        # to the rank that sums it, and from there to all: each byte that one rank sends another receives
+        # a slice goes to the rank that sums it, then the sum to all: a rank's sent and received bytes change places
         most = max(max(sum(slices) - size, (degree - 1) * size) for size in slices)
         return [float(most * shape.itemsize)] * 4
     query, pair = shape.queries * shape.itemsize, 2 * shape.keys * shape.itemsize / degree
@@ -161,8 +160,8 @@ def phases(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[flo
 
 
 def most_positions(batch: int, length: int, degree: int) -> int:
-    """Return the positions of `batch` requests of `length` tokens on the rank that keeps most. Position p of request i
-    is on rank (p + i) mod N: shares differ by at most one position per request, and hardly at all over many requests.
+    """Return the largest number of positions on a rank, for `batch` requests of `length` tokens. Position p of request
+    i is on rank (p + i) mod N: shares of one request differ by at most one position, those of many requests hardly.
     """
     rounds, remainder = divmod(length, degree)
     # the remaining positions of request i are on the ranks (rounds * N + i) mod N and after it
@@ -178,13 +177,13 @@ def _shares(count: int, degree: int) -> list[int]:
     return [count // degree + (rank < count % degree) for rank in range(degree)]
 
 
-# -- Comparison of both ways to divide a key-value cache
+# -- comparison of both ways to divide a key-value cache
 
 
 @dataclass(frozen=True)
 class DecodingDevice:
-    """Speed and memory of one rank's device; None: unknown, and not counted. bytes_per_second: at which weights and
-    caches are read. flops: per second, in the type of the weights.
+    """Speed and memory of one rank's device; None: unknown, and not counted. bytes_per_second: reading of weights and
+    caches. flops: operations per second, in the type of the weights.
     """
 
     capacity_bytes: int | None = None
@@ -199,10 +198,10 @@ class ShardCost:
     Attributes:
         shard: `"sequence"` or `"heads"`.
         sent_bytes: bytes that one rank sends in all layers for one token of every request, the mean over ranks.
-        link_seconds: of all exchanges of one token, one after the other, each on the rank that has most to send or
-            receive; by positions also of the tokens themselves.
-        device_seconds: of reading weights and caches, or of the products if longer; 0 where the device is not known.
-        memory_bytes: weights and caches on the rank that holds most.
+        link_seconds: seconds of all exchanges for one token of every request, one after another, each on the rank that
+            sends or receives most; by positions, with the exchange of the tokens themselves.
+        device_seconds: seconds to read weights and caches, or to multiply if longer; 0 for an unknown device.
+        memory_bytes: weights and caches on the rank with most.
         refused: why this way is impossible; None where it is possible.
     """
 
@@ -221,11 +220,11 @@ class ShardCost:
 
 @dataclass(frozen=True)
 class DecodingPlan:
-    """The faster possible way to decode; of equally fast ways, the one that needs less memory.
+    """Choice of the faster possible way to decode; between equally fast ways, of the way with less memory.
 
     Attributes:
-        shard: the way; None where neither is possible.
-        why: one sentence.
+        shard: the chosen way; None where neither is possible.
+        why: reason, one sentence.
         costs: of both ways.
     """
 
@@ -265,9 +264,9 @@ def choose_shard(
     """Choose the faster way to decode. Raises CapslogError for a number below 1.
 
     Args:
-        batch, degree: requests that are decoded together, and ranks.
-        length: tokens of each request, prompt and answer, for which there is room in the cache.
-        link: of each rank to all others; its messages of one exchange cost one latency.
+        batch: requests that are decoded together. degree: ranks.
+        length: tokens of each request, prompt and answer, for which the cache has room.
+        link: of each rank to all others; all its messages of one exchange together cost one latency.
     """
     for name, value in {"batch": batch, "length": length, "degree": degree}.items():
         fields.whole(value, name, 1)
@@ -296,7 +295,7 @@ def _cost(
     positions = batch * length if by_heads else most_positions(batch, length, degree)
     cache = shape.layers * positions * 2 * shape.keys * shape.itemsize // (degree if by_heads else 1)
     weights = held + shape.output + shape.rest
-    # only the rows of the tokens are read of the embeddings
+    # of the embeddings (in `rest`) only the tokens' rows are read, which are not counted
     seconds = sum(_roof(numbers, requests, shape.itemsize, device) for numbers in (held, shape.output))
     if device.bytes_per_second is not None:
         seconds += cache / device.bytes_per_second

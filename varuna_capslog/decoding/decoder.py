@@ -1,4 +1,4 @@
-"""Decodes greedily on several ranks, each with its part of a transformers model, around the same weights."""
+"""Decodes greedily on several ranks, each with a copy or a part of a transformers model that shares its weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from varuna_capslog.training.layer_state import digest
 __all__ = ["DecodedTokens", "ShardedDecoder", "decode_greedily", "rank_model", "shape_of"]
 
 
-# -- A rank's copy of a transformers model for decoding: new modules around the same weights.
+# -- A rank's copy of a transformers model for decoding: new modules with the same weights.
 #
-# The model's own forward runs. transformers lets a program register an attention function by name; ours passes
-# queries, keys and values to the function that the caller passes with the inputs. Where heads are divided, the copy
-# has the rank's part of the matrices in attention and feed-forward, in two forms: that of Llama (`self_attn.q_proj`
-# ..., `mlp.gate_proj` ...) and that of GPT-2 (`attn.c_attn` ..., `mlp.c_fc` ...).
+# The model's own forward runs. transformers lets a program register an attention function by name; ours calls, with
+# queries, keys and values, the function that the caller passes as an argument of the forward. Where heads are divided,
+# the copy has the rank's part of the matrices in attention and feed-forward. Two forms of models are known: Llama's
+# (`self_attn.q_proj` ..., `mlp.gate_proj` ...) and GPT-2's (`attn.c_attn` ..., `mlp.c_fc` ...).
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -39,15 +39,15 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 _NAME = "capslog_decoding"
 _PLENTY = 1 << 40
-"""Tokens, more than any window keeps."""
+"""Tokens, more than any attention window."""
 _HARMLESS = ("position_ids", "cache_position", "use_cache", "is_causal", "output_attentions")
-"""Further arguments of an attention function that do not change the attention of one causal decoder."""
+"""Further arguments of an attention function that do not change the attention of a causal decoder."""
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix that heads sharding divides. path: in a block. inputs: its inputs are divided, and the outputs of all
-    ranks summed. groups: matrices of equal size that lie in it one after the other, each of which is divided.
+    """Matrix that sharding by heads divides. path: in a block. inputs: True: its inputs are divided, and the outputs of
+    all ranks are summed. groups: number of equal matrices that it contains one after another, each of them divided.
     """
 
     path: str
@@ -69,12 +69,12 @@ _FORMS = (
         _Matrix("mlp.c_proj", inputs=True),
     ),
 )
-"""The matrices in a block of Llama and in one of GPT-2."""
+"""Matrices in a block of Llama, and in a block of GPT-2."""
 
 
 def shape_of(model: nn.Module) -> DecoderShape:
-    """Return the sizes of a model of transformers, which may be on the meta device. Raises CapslogError unless its
-    attention is known to need only keys and values of all earlier tokens, and its layers have Llama's or GPT-2's form.
+    """Return the sizes of a transformers model, which may be on the meta device. Raises CapslogError unless its
+    attention depends only on keys and values of all earlier tokens, and its layers have Llama's or GPT-2's form.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
@@ -118,8 +118,8 @@ def shape_of(model: nn.Module) -> DecoderShape:
 
 
 def rank_model(model: nn.Module, shape: DecoderShape, wire: Wire, shard: str) -> nn.Module:
-    """Return the model as a rank runs it: it attends by the function that its forward gets as `capslog_attend`. The
-    model itself stays as it is; the copy has its parameters, except those that are divided.
+    """Return a rank's copy of the model, which attends by the argument `capslog_attend` of its forward. The model stays
+    unchanged; the copy shares its parameters, except the divided ones.
 
     Raises:
         CapslogError: transformers is not installed; the degree does not divide heads or columns.
@@ -144,7 +144,7 @@ def rank_model(model: nn.Module, shape: DecoderShape, wire: Wire, shard: str) ->
 
 
 class _SummedOverRanks(nn.Module):
-    """A matrix whose inputs are divided: the ranks' outputs are summed."""
+    """Linear layer whose inputs are divided: the outputs of all ranks are summed."""
 
     def __init__(self, part: nn.Linear, bias: Tensor | None, wire: Wire) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def _attend(
     capslog_attend: Attend,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function as transformers calls it: returns [B, S, H, D]."""
+    """Attention function that transformers calls; returns [B, S, H, D]."""
     strange = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
     if strange:
         raise CapslogError(
@@ -180,7 +180,7 @@ def _attend(
 
 
 def _blocks(model: nn.Module) -> list[tuple[nn.Module, list[tuple[_Matrix, Any]]]]:
-    """Return every block with its matrices; blocks of other forms are left out."""
+    """Return every block of a known form, with its matrices."""
     blocks = []
     for module in model.modules():
         for form in _FORMS:
@@ -233,23 +233,23 @@ def _refuse(config: Any, why: str) -> None:
 
 # -- Greedy decoding on several ranks
 #
-# `"sequence"`: the cache is divided by positions (`cache`), every rank has all weights, request i is decoded on rank
-# i mod N. `"heads"`: heads and columns are divided (`models`), every rank decodes all requests with its part of them
-# and keeps their keys and values (tensor parallelism). Prompts are read one by one, so that their lengths may differ.
+# "sequence": the cache is divided by positions (`cache`), every rank has all weights, request i is decoded on rank
+# i mod N. "heads" (tensor parallelism): heads and columns are divided (`rank_model`); every rank decodes all requests
+# with its part, and keeps its heads' keys and values. Prompts are read one by one, so that their lengths may differ.
 
 
 @dataclass(frozen=True)
 class DecodedTokens:
-    """Tokens that the ranks have decoded, on every one of them.
+    """Decoded tokens, the same on every rank.
 
     Attributes:
-        tokens: new ones of each request, in the order of the prompts; the last is the end-of-sequence token where the
-            model made one.
-        sent_bytes: by this rank: `check` for digests, `prompt` while prompts were read, `step` in all steps after the
-            first token, `tokens` for the tokens themselves.
-        cache_bytes: allocated on this rank for keys and values: room for the longest prompt and the new tokens in every
-            request, filled or not.
-        steps: after the first token.
+        tokens: new tokens of each request, in the order of the prompts; the last token is the end-of-sequence token if
+            the model produced one.
+        sent_bytes: bytes that this rank sent: "check" for digests, "prompt" while prompts were read, "step" in all
+            steps after the first token, "tokens" for the tokens themselves.
+        cache_bytes: allocated on this rank for keys and values: every request has room for the longest prompt and all
+            new tokens.
+        steps: number of steps after the first token.
     """
 
     tokens: list[list[int]]
@@ -262,18 +262,18 @@ class ShardedDecoder:
     """Decoder of one rank for one batch of prompts.
 
     Args:
-        model: of transformers, of the form of Llama or GPT-2; it stays as it is.
+        model: of transformers, in the form of Llama or GPT-2; it stays unchanged.
         communicator: of all ranks that decode.
-        shard: `"sequence"` or `"heads"`.
+        shard: "sequence" or "heads".
 
     Raises:
-        CapslogError: an unknown shard; a model that is not known; a degree that does not divide heads or columns.
+        CapslogError: an unknown shard or form of model; a number of ranks that does not divide heads or columns.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, shard: str = SEQUENCE) -> None:
         fields.refuse_unknown([shard], SHARDS, "shard")
         self.shape = shape_of(model)
-        generation_keys(model)  # refuses what is not known before anything is sent
+        generation_keys(model)  # raises for unknown settings before any message
         settings = repr((shard, getattr(model, "generation_config", None)))
         self._digests = {"weights": digest(model.state_dict()), "shard or generation config": _hashed(settings)}
         weight = next(model.parameters())
@@ -286,11 +286,11 @@ class ShardedDecoder:
         self.cache: DealtCache | None = None
 
     def read(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor:
-        """Read the prompts; return the logits of each own request's first new token, [own requests, vocabulary].
+        """Read the prompts; return logits [own requests, vocabulary] for the first new token of this rank's requests.
 
         Raises:
-            CapslogError: no prompt, or one without tokens, with tokens beyond the vocabulary, or too long; another rank
-                has other prompts, weights or settings.
+            CapslogError: no prompt; a prompt without tokens, with unknown tokens, or too long; another rank has other
+                prompts, weights or settings.
         """
         check_prompts(self._model, prompts, new_tokens)
         self._compare({**self._digests, "prompts or new_tokens": _hashed(repr((list(map(list, prompts)), new_tokens)))})
@@ -306,8 +306,8 @@ class ShardedDecoder:
         return torch.cat(logits) if logits else torch.empty(0, self._vocabulary, dtype=self._dtype, device=self._device)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Decode one token more for every request: from the last token of each own request, [own requests], to the
-        logits of its next, [own requests, vocabulary].
+        """Decode one more token of every request. tokens: newest token of each of this rank's requests, [own requests].
+        Returns the logits of their next tokens, [own requests, vocabulary].
         """
         assert self.cache is not None, "read prompts first"
         self.wire.phase = "step"
@@ -340,7 +340,7 @@ class ShardedDecoder:
         return all_tokens
 
     def _compare(self, digests: dict[str, bytes]) -> None:
-        """Refuse to decode with a rank whose digests differ, since its part of every sum would be of another answer."""
+        """Raise CapslogError where another rank has other digests: its results would belong to other answers."""
         self.wire.phase = "check"
         sent = torch.frombuffer(bytearray(b"".join(digests.values())), dtype=torch.uint8).to(self._device)
         received = self.wire.exchange(
@@ -374,12 +374,12 @@ def decode_greedily(
     shard: str = SEQUENCE,
     attention_mask: Prompts | None = None,
 ) -> DecodedTokens:
-    """Decode the most likely tokens one after the other, as transformers' `generate(do_sample=False)` does for each
+    """Decode the most likely tokens one after another, as transformers' `generate(do_sample=False)` does for each
     request alone. Call it on every rank with equal arguments.
 
     Args:
-        prompts: token numbers of each request; `generation.unpadded` leaves padding out.
-        new_tokens: at most, of each request.
+        prompts: token numbers of each request; `generation.unpadded` removes padding.
+        new_tokens: largest number of new tokens of each request.
 
     Raises:
         CapslogError: see `ShardedDecoder`, `ShardedDecoder.read` and `generation`.
@@ -398,7 +398,7 @@ def decode_greedily(
                 request.append(token)
         if steps == new_tokens - 1 or all(request[-1] in choice.ends for request in made):
             break
-        # a request that has ended goes on unused, so that the ranks' shares and messages keep their sizes
+        # ended requests are decoded further, and the tokens ignored, so that shares and messages keep their sizes
         logits, steps = decoder.step(tokens), steps + 1
     return DecodedTokens(made, dict(decoder.wire.sent_bytes), decoder.cache.held_bytes(), steps)
 

@@ -1,8 +1,8 @@
-"""What transformers' `generate(do_sample=False)` says about requests and tokens: padding, and the generation config.
+"""Rules of transformers' `generate(do_sample=False)` for `decoder`: padding of prompts, and the generation config.
 
-Every key of a model's generation config changes the logits here as it does there (transformers' own processors), has
-no effect on greedy decoding, or is refused by name before the first token. A request is decoded as `generate` decodes
-it alone: lengths count its own tokens, and no processor sees padding.
+A key of a model's generation config changes the logits as in `generate` (by transformers' own processors), has no
+effect on greedy decoding, or is refused by name before the first token. A request is decoded as `generate` decodes it
+alone: lengths count only its own tokens, and no processor gets padding.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Prompts = Sequence[Sequence[int]] | Tensor
 
 
 def unpadded(model: Any, prompts: Prompts, attention_mask: Prompts | None = None) -> list[list[int]]:
-    """Return the tokens of each request without padding: those that the mask has a 0 for, or without a mask those that
-    are the model's padding token, if that ends no answer; so does `generate`.
+    """Return the tokens of each request without padding, as `generate` does. Padding has a 0 in the mask; without a
+    mask, it is the model's padding token, unless that is also an end token.
 
     Raises:
         CapslogError: prompts or mask of another form.
@@ -48,7 +48,7 @@ def unpadded(model: Any, prompts: Prompts, attention_mask: Prompts | None = None
 
 
 def _rows(rows: Any, name: str) -> list[list[int]]:
-    """Return a list for every request."""
+    """Return prompts or masks as a list for every request. Raises CapslogError for other forms."""
     if isinstance(rows, dict) or hasattr(rows, "keys"):
         raise CapslogError(
             f"{name} is a {type(rows).__name__}; give its input_ids, and its attention_mask by that name"
@@ -68,7 +68,7 @@ def _rows(rows: Any, name: str) -> list[list[int]]:
 
 
 def check_prompts(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-    """Raise CapslogError without prompts, and for one without tokens, with unknown tokens, or that is too long."""
+    """Raise CapslogError without prompts, and for a prompt without tokens, with unknown tokens, or that is too long."""
     fields.whole(new_tokens, "new_tokens", 1)
     if not prompts:
         raise CapslogError("there is no prompt to decode; give at least one, a list of token numbers")
@@ -92,7 +92,7 @@ def check_prompts(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int)
 
 @dataclass(frozen=True)
 class _Request:
-    """What processors are made from: the prompt [1, S], the most new tokens, the end tokens (None: there are none)."""
+    """Arguments of processors. prompt: [1, S]. new_tokens: most new tokens. ends: end tokens; None: there are none."""
 
     prompt: Tensor
     new_tokens: int
@@ -112,7 +112,7 @@ def _begin_suppressed(kinds: Any, tokens: Any, request: _Request) -> Any:
 
 def _min_length(kinds: Any, length: int, request: _Request) -> Any:
     if request.ends is None or request.config.min_new_tokens is not None:
-        return None  # the number of new tokens counts where both are set
+        return None  # min_new_tokens has precedence
     return kinds.MinLengthLogitsProcessor(length, request.ends, request.prompt.device)
 
 
@@ -160,8 +160,8 @@ _HONOURED: dict[str, tuple[Any, _Maker]] = {
     "begin_suppress_tokens": (None, _begin_suppressed),
     "renormalize_logits": (None, lambda kinds, _, __: kinds.LogitNormalization()),
 }
-"""By key, in the order in which `generate` applies them: the setting that changes nothing beside None and False, and
-the processor that it makes.
+"""Keys in the order in which `generate` applies them; for each, the setting that has no effect, as None and False have
+none, and a function that makes the processor.
 """
 _REFUSED = {
     "num_beams": 1,
@@ -179,7 +179,7 @@ _REFUSED = {
     "token_healing": None,
     "watermarking_config": None,
 }
-"""Keys with another search, text, clocks or marks, and the setting that changes nothing beside None and False."""
+"""Keys for other searches, text, clocks or watermarks; for each, the setting that has no effect (as None and False)."""
 _WITHOUT_EFFECT = frozenset(
     " ".join(
         [
@@ -189,13 +189,13 @@ _WITHOUT_EFFECT = frozenset(
             "early_stopping length_penalty diversity_penalty num_beam_groups low_memory is_assistant speculation_type",
             "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind",
             "target_lookbehind assistant_ensemble_weight max_matching_ngram_size",
-            # the argument `new_tokens` counts instead
+            # replaced by the argument `new_tokens`
             "max_length max_new_tokens",
             # how `generate` computes and what it returns
             "use_cache cache_implementation cache_config max_cache_len compile_config disable_compile",
             "prefill_chunk_size continuous_batching_config output_attentions output_hidden_states output_scores",
             "output_logits return_dict_in_generate",
-            # tokens that are read elsewhere, and notes
+            # tokens that other functions read, and notes
             "pad_token_id bos_token_id eos_token_id decoder_start_token_id transformers_version",
         ]
     ).split()
@@ -211,7 +211,7 @@ def generation_keys(model: Any) -> dict[str, Any]:
     config = getattr(model, "generation_config", None)
     if config is None:
         return {}
-    # keys that transformers' class does not have are the checkpoint's own, and `generate` does not read them
+    # other keys than those of transformers' class are the checkpoint's own, and `generate` does not read them
     plain = {key: _REFUSED.get(key, unset) for key, unset in vars(type(config)()).items() if not key.startswith("_")}
     set_keys = {key: getattr(config, key, None) for key in plain}
     for key, setting in set_keys.items():
@@ -226,14 +226,14 @@ def generation_keys(model: Any) -> dict[str, Any]:
 
 
 class TokenChoice:
-    """Chooses the next token of requests as the model's generation config says.
+    """Choice of the next tokens of requests, by the model's generation config.
 
     Args:
         prompts: of the requests that this rank decodes.
-        new_tokens: at most, of each.
+        new_tokens: largest number of new tokens of each request.
 
     Raises:
-        CapslogError: a key of the config, or its setting, that is not known.
+        CapslogError: an unknown key of the config, or a setting that transformers refuses.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, device: torch.device) -> None:
@@ -249,7 +249,7 @@ class TokenChoice:
             self._processors.append(_processors(keys, request))
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Return the next tokens [requests] of logits [requests, vocabulary]; `generate` too compares float32."""
+        """Return the next tokens [requests] for logits [requests, vocabulary], compared in float32 as in `generate`."""
         logits = logits.float()
         if not self._processors:
             return logits.argmax(-1)

@@ -1,7 +1,7 @@
 """All communication between the ranks of one generation, over `torch.distributed`.
 
-A `Communicator` creates, aborts and closes all process groups of its generation; a process may have several. Votes and
-small sums run over gloo even when tensors travel over NCCL. Every wait has a timeout, and errors name the lost peer.
+A `Communicator` creates, aborts and closes all process groups of its generation; a process may have several of them.
+Votes and small sums use gloo even where tensors use NCCL. Every wait has a timeout, and errors name the lost peer.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ __all__ = [
 ]
 
 
-# -- Rendezvous of the ranks of an ordinary run: torch's store, for the processes of one machine.
-
-
-# A run on several machines under torchrun meets in torchrun's own store.
+# -- Rendezvous of an ordinary run: torch's store for the processes of one machine; several machines use torchrun's.
 
 
 LOCAL = "127.0.0.1"
@@ -53,8 +50,8 @@ _TIMEOUT = datetime.timedelta(seconds=300)
 
 
 def local_store(port: int = 0, timeout: datetime.timedelta = _TIMEOUT) -> dist.TCPStore:
-    """Store of torch for the processes of this machine alone: it has no access control, and torch would listen to all
-    machines. Raises OSError where the port is taken.
+    """Torch's store, reachable from this machine only: it has no access control, and by default torch listens on all
+    interfaces. Raises OSError where the port is in use.
     """
     listener = socket.create_server((LOCAL, port), backlog=1024)
     return dist.TCPStore(
@@ -67,13 +64,10 @@ def local_store(port: int = 0, timeout: datetime.timedelta = _TIMEOUT) -> dist.T
     )
 
 
-# -- All communication between the ranks of one generation
-
-
 # -- Converts values to bytes and back, for `Communicator.gather`.
 #
-# The sockets of gloo have no authentication, so nothing that they carry is unpickled: only plain values can be sent,
-# and reading them runs no code that arrived.
+# The sockets of gloo have no authentication, so received bytes are never unpickled: only plain values can be sent, and
+# reading them runs no received code.
 
 
 _LENGTH = struct.Struct("!Q")
@@ -86,8 +80,8 @@ _ROWS: dict[str, tuple[type[Collection[Any]], Callable[[Iterable[Any]], Any]]] =
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes: None, booleans, numbers, text, bytes, tensors, NumPy arrays and scalars, and lists,
-    tuples, sets and dicts of these. Raises CapslogError for other types.
+    """Return a value as bytes. It may be None, a boolean, number, text, bytes, tensor, NumPy array or scalar, or a
+    list, tuple, set or dict of these. Raises CapslogError for other types.
     """
     blobs: list[bytes] = []
     text = json.dumps([_told(value, blobs), [len(blob) for blob in blobs]]).encode()
@@ -110,7 +104,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _told(value: Any, blobs: list[bytes]) -> Any:
-    """Return the value as JSON: plain values as they are, others as [tag, ...]. Bytes go into `blobs`."""
+    """Return the value as JSON: plain values unchanged, others as [tag, ...]. Bytes are appended to `blobs`."""
     if isinstance(value, np.generic):
         return ["scalar", value.dtype.str, _kept(value.tobytes(), blobs)]
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -174,16 +168,16 @@ def _dtype(text: str) -> np.dtype[Any]:
 Value = TypeVar("Value")
 
 _ENDING_TAG = (1 << 30) + 1
-"""No message has this tag; a receive that waits for one ends a group (see `Communicator.abort`)."""
+"""Tag of no message; a receive with this tag times out and so ends a group (see `Communicator.abort`)."""
 
 
 _OF_OTHERS = re.compile("timed? ?out|connect|closed|reset|broken pipe|refused", re.IGNORECASE)
-"""In the errors of a rendezvous, of torch or gloo: another rank did not come, or went away."""
+"""Matches errors of a rendezvous, of torch or gloo, that another rank caused: it did not come, or left."""
 
 
 def why_lost(error: RuntimeError, silence: str) -> str:
-    """Cause in an error of gloo, as the end of a sentence; `silence` where the peer did not answer in time."""
-    # gloo's text begins with its source file and ends with advice; what lies between is the cause
+    """Cause of an error of gloo, as the end of a sentence; `silence` where the peer did not answer in time."""
+    # gloo's text begins with a source file and ends with advice; the cause is between them
     text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
     return silence if "imed out" in text else f"connection lost ({text})"
 
@@ -201,13 +195,13 @@ def connect(
 
     Args:
         timeout_seconds: longest wait for any message of a peer.
-        host_store: this rank serves the store; False where another process does (torchrun's agent, a test's parent).
+        host_store: True if this rank serves the store, not another process (torchrun's agent, a test's parent).
 
-    Raises PeerLost where not all ranks arrive in time, CapslogError where this rank cannot meet others here.
+    Raises PeerLost where not all ranks join in time, CapslogError where this rank itself cannot join.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     try:
-        # joining waits for slow imports on other hosts, so it is granted more than one message
+        # joining waits for slow imports on other hosts, so it may take longer than one message
         joining = datetime.timedelta(seconds=max(60.0, timeout_seconds))
         if host_store and address == LOCAL:
             store = local_store(port, joining)
@@ -219,7 +213,7 @@ def connect(
         sentence = (
             f"rank {rank} could not join {world_size} ranks at {address}:{port}: {str(error).partition(chr(10))[0]}"
         )
-        if _OF_OTHERS.search(str(error)) is None:  # no other rank is the cause, so this one is to be named
+        if _OF_OTHERS.search(str(error)) is None:  # no other rank is the cause
             raise CapslogError(f"{sentence}; mend this, or what GLOO_SOCKET_IFNAME says of the network") from error
         raise PeerLost(sentence, None) from error
     return Communicator(rank, world_size, generation, timeout, dist.group.WORLD, store)
@@ -231,11 +225,11 @@ def connect_group(
     """Join ranks that share a store, without process-wide state: the next group may open while this one is closing.
 
     Args:
-        store: not used by others during the call, which waits in it; best a client of this communicator alone.
+        store: client that nothing else uses during the call, since the call blocks it; best one for this communicator.
         prefix: name of the group and generation of the communicator; never used twice in a store.
-        timeout_seconds: longest wait for the other ranks, and then for any message of them.
+        timeout_seconds: longest wait for the other ranks, and later for any of their messages.
 
-    Raises PeerLost where not all ranks arrive in time.
+    Raises PeerLost where not all ranks join in time.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     group = None
@@ -250,7 +244,7 @@ def connect_group(
 
 
 class Pending:
-    """Message under way, sent or received; it keeps its memory until `wait`."""
+    """Send or receive in progress; it keeps the tensor alive until `wait`."""
 
     def __init__(
         self,
@@ -265,9 +259,9 @@ class Pending:
         self._buffer, self._device = buffer, device
 
     def wait(self) -> Tensor:
-        """Return the received tensor, on the rank's device, or the sent one, which may be changed now. Raises PeerLost.
+        """Wait; return the received tensor, on the rank's device, or the sent tensor, which may now change.
 
-        Pair groups report no abort: what arrived is then worthless, and `Communicator.check_open` raises.
+        Raises PeerLost. Pair groups report no abort: the tensor is then worthless; `Communicator.check_open` raises.
         """
         if self._work is not None:
             pairs = self._communicator._pairs
@@ -284,8 +278,8 @@ class Communicator:
     """Point-to-point messages, small exact sums and gathers over the ranks of one generation.
 
     Tensors of an accelerator are staged through host memory (pinned where possible), so ranks may share one GPU, unless
-    `open_pair_groups` opened groups of NCCL. `group` is of gloo, None for a single rank; the rank that serves `store`
-    keeps it alive with the group. Built by `connect` or `connect_group`.
+    `open_pair_groups` was called. `group` is gloo's, None for a single rank. The rank that serves `store` keeps it
+    alive as long as the group. Built by `connect` or `connect_group`.
     """
 
     def __init__(
@@ -310,7 +304,7 @@ class Communicator:
         self._beside: list[Callable[[], None]] = []
 
     def begin_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
-        """Begin to open the groups of those ordered pairs (source, destination) that include this rank; do not wait."""
+        """Begin to open groups for the ordered pairs (source, destination) that include this rank; do not wait."""
         local_pairs = {pair for pair in pairs if self.rank in pair}
         if local_pairs and self._pairs is None:
             assert self._store is not None
@@ -322,17 +316,17 @@ class Communicator:
 
     @property
     def pair_groups_settled(self) -> bool:
-        """True while no group of two ranks is being opened."""
+        """True unless a pair group is being opened."""
         return self._pairs is None or self._pairs.settled
 
     def open_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
         """Open a group for each ordered pair (source, destination), over which its tensors travel from now on.
 
-        NCCL needs this: it has no tags and matches by order, so each direction of each pair has its own communicator
-        and stream; both ends keep one order per pair. Votes and gathers stay on gloo. Every rank calls this with the
-        same pairs, before its first message; groups that were begun before are only waited for.
+        NCCL has no tags and matches messages by order, so each direction of each pair has its own communicator and
+        stream, and both ranks use the same order. Votes and gathers stay on gloo. Every rank calls this with the same
+        pairs, before its first message; groups from `begin_pair_groups` are only waited for.
 
-        Raises NotOpened where a group cannot be opened, PeerLost where this communicator was aborted meanwhile.
+        Raises NotOpened where a group cannot be opened, PeerLost where this communicator is aborted meanwhile.
         """
         local_pairs = sorted({pair for pair in pairs if self.rank in pair})
         self.begin_pair_groups(local_pairs, opener, device)
@@ -354,27 +348,27 @@ class Communicator:
         self.abort()
 
     def describe_ranks(self, names: dict[int, str]) -> None:
-        """Set the names of ranks in errors, e.g. {2: "rank 2 (stage 2)"}."""
+        """Set the names of ranks in errors, such as {2: "rank 2 (stage 2)"}."""
         self._names = dict(names)
 
     def _name(self, peer: int) -> str:
         return self._names.get(peer, f"rank {peer}")
 
     def check_open(self, doing: str, peer: int | None = None) -> None:
-        """Raise PeerLost if this communicator was aborted. `doing`: the operation, for the message."""
+        """Raise PeerLost if this communicator was aborted. doing: the operation, for the error message."""
         if self.aborted:
             ended = f"{self._name(self.rank)} cannot be {doing}: its generation was ended here"
             raise PeerLost(self._overdue or ended, peer)
 
     def _route(self, source: int, destination: int) -> tuple[PairGroup | dist.ProcessGroup, int]:
-        """Group that carries messages from one rank to the other, and the other's number in it."""
+        """Group for messages from `source` to `destination`, and the peer's number in this group."""
         if self._pairs is not None:
             return self._pairs.route(source, destination)
         assert self._group is not None, "a communicator of one rank has no peers"
         return self._group, destination if source == self.rank else source
 
     def _lost(self, error: RuntimeError, doing: str, peer: int | None) -> PeerLost:
-        """Return the error to raise; abort, so that a rank that waits for this one gets an error, too."""
+        """Return the error to raise; abort, so that ranks that wait for this rank get an error, too."""
         if self.aborted:
             ended = f"{self._name(self.rank)} was {doing} when its generation was ended here"
             return PeerLost(self._overdue or ended, peer)
@@ -384,7 +378,7 @@ class Communicator:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Begin to send a dense tensor of any dtype and device, which must not change before `Pending.wait`. The
-        receiver uses the same `tag`, unique among messages under way to `peer`.
+        receiver uses the same `tag`, which no other pending message to `peer` has.
         """
         doing = f"sending to {self._name(peer)}"
         self.check_open(doing, peer)
@@ -405,7 +399,7 @@ class Communicator:
         return Pending(self, work, peer, doing, host, host.device)
 
     def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Pending:
-        """Post a receive of a tensor of `spec`, onto `device`."""
+        """Begin to receive a tensor of `spec`, which `Pending.wait` returns on `device`."""
         doing = f"waiting for {self._name(peer)}"
         self.check_open(doing, peer)
         staged = device.type != "cpu" and self._pairs is None
@@ -421,13 +415,13 @@ class Communicator:
         return Pending(self, work, peer, doing, buffer, device)
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Add the numbers of all ranks, place by place, in float64; exact in any order where one rank fills a place."""
+        """Sum the ranks' vectors in float64; a sum is exact where only one rank's number is not 0."""
         slots = torch.tensor(numbers, dtype=torch.float64)
         sums: list[float] = self._add_up(slots, "in the vote of all ranks").tolist()
         return sums
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Add the tensors of all ranks, in place, in their own dtype: the same bits on every rank."""
+        """All-reduce a tensor in place, as a sum in its own dtype, with the same bits on every rank."""
         return self._add_up(tensor, "adding over all ranks")
 
     def _add_up(self, tensor: Tensor, doing: str) -> Tensor:
@@ -441,7 +435,7 @@ class Communicator:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Values of all ranks, by rank; for results, not tensors. Raises CapslogError for types that `pack` refuses."""
+        """Values of all ranks, by rank; for small results. Raises CapslogError for types that `pack` refuses."""
         self.check_open("gathering from all ranks")
         if self.world_size == 1:
             return [value]
@@ -461,10 +455,10 @@ class Communicator:
         return [unpack(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
 
     def together(self, work: Callable[[], Value]) -> Value:
-        """Run slow work on every rank, which may differ between ranks; return its result when all ranks are done.
+        """Call `work`, which may be slow and differ between ranks; return its result when all ranks have theirs.
 
-        The ranks vote while they wait, so a slow rank does not count as lost, whatever the timeout. Raises PeerLost
-        where the work of another rank failed, whose error says why; an error of this rank's work is raised as it is.
+        The ranks vote while they wait, so that no timeout takes a slow rank for lost. Raises the error of this rank's
+        `work` unchanged, and PeerLost where another rank's `work` failed.
         """
         if self.world_size == 1:
             return work()
@@ -481,7 +475,7 @@ class Communicator:
                 failed = [rank for rank, count in enumerate(sums[1::2]) if count]
                 if failed:
                     if future.done():
-                        future.result()  # our own failure, if it is one
+                        future.result()  # raises if this rank's work failed
                     raise PeerLost(f"{self._name(self.rank)} gave up because {self._name(failed[0])} failed", failed[0])
                 if all(sums[::2]):
                     return future.result()
@@ -489,7 +483,7 @@ class Communicator:
     def exchange(
         self, outgoing: Mapping[int, Tensor], wanted: Mapping[int, TensorSpec], tag: int, device: torch.device
     ) -> dict[int, Tensor]:
-        """Send tensors by rank; return those of the `wanted` specs by rank, on `device`. This rank is in neither."""
+        """Send `outgoing` tensors to their ranks; return the `wanted` ones by rank, on `device`. Omit this rank."""
         receives = {peer: self.receive(spec, peer, tag, device) for peer, spec in wanted.items()}
         sends = [self.send(tensor, peer, tag) for peer, tensor in outgoing.items()]
         theirs = {peer: receive.wait() for peer, receive in receives.items()}
@@ -502,15 +496,14 @@ class Communicator:
         self.sum_numbers([0.0])
 
     def abort(self) -> None:
-        """End every pending and every later operation, here and at the peers, within some milliseconds.
+        """End all pending and later operations, on this rank and at the peers, within some milliseconds.
 
-        Any thread may call it, also while another one is blocked: pending operations raise PeerLost there, as do all
-        later ones. The gloo group ends first: its peers then abort their groups, for which the end of a pair group may
-        have to wait.
+        Any thread may call it. Operations that block other threads raise PeerLost, and so do all later operations. The
+        gloo group ends first, so that its peers abort their groups, too: the end of a pair group may wait for that.
 
         Torch cannot interrupt a blocked wait of gloo, but gloo closes all connections of a group in which a wait times
-        out: so a receive for a message that no rank sends is given a millisecond. A peer that waits for another peer
-        gets its error when the latter aborts, which it does as soon as it loses a message.
+        out. Therefore this method waits one millisecond for a message that no rank sends. A peer that waits for a third
+        rank gets its error when that rank loses a message, and so aborts.
         """
         self.aborted = True
         with self._aborting:
@@ -520,13 +513,13 @@ class Communicator:
             end()
 
     def abort_with(self, end: Callable[[], None]) -> None:
-        """Call `end` whenever this communicator is aborted, in the aborting thread; at once if it is already."""
+        """Call `end` whenever this communicator is aborted, in the aborting thread; now if it is already aborted."""
         self._beside.append(end)
         if self.aborted:
             end()
 
     def close(self) -> None:
-        """Leave the generation; no message may be under way, unless it was aborted."""
+        """Close all groups. Before this, all messages must have ended, or the communicator must be aborted."""
         if self._pairs is not None:
             self._pairs.abort()
         group, self._group, self._store = self._group, None, None
@@ -542,15 +535,15 @@ def _end(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
         except RuntimeError as error:
             if "imed out" in str(error):
                 return
-            # the connection to this peer is closed already, which says nothing about those to the others
+            # only the connection to this peer is closed already: try the next peer
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """Bytes of a dense tensor in memory order: one form for every dtype and memory format."""
+    """Bytes of a dense tensor in memory order, for every dtype and memory format."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-# -- Joins the ranks that torchrun, or our supervisor, has started, by the environment variables that it sets.
+# -- Joins the ranks of torchrun, or of our supervisor, by the environment variables that it sets.
 
 
 @contextlib.contextmanager
@@ -562,9 +555,9 @@ def connected(generation: str, timeout_seconds: float = 60.0) -> Iterator[Commun
         timeout_seconds: longest wait for any message of a peer.
 
     Raises:
-        PeerLost: not all ranks arrive.
+        PeerLost: not all ranks join.
     """
-    # torchrun's agent serves the store itself, and every restart of the group needs names of its own
+    # torchrun's agent serves the store itself, and a restarted group needs a new name in it
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     rank = int(os.environ.get("RANK", "0"))
@@ -578,6 +571,6 @@ def connected(generation: str, timeout_seconds: float = 60.0) -> Iterator[Commun
         host_store=rank == 0 and not hosted,
     )
     yield communicator
-    # only after success: a failed rank ends its process, which tells the others at once
+    # only after success: a failed rank ends its process, by which the others get an error at once
     communicator.barrier()
     communicator.close()

@@ -1,7 +1,7 @@
-"""Compiles one rank's layers, one by one (engine rule 4), before the first step that needs them.
+"""Compiles one rank's layers, each by itself, before the first step that needs them.
 
-Every process compiles the same graph for the same shapes, whatever the cuts, so the bits stay those of one process.
-Nothing is compiled inside a step, where the other ranks would wait for it.
+With layers as units, every process compiles the same graphs for the same shapes, whatever the cuts, and results keep
+their bits. Nothing is compiled inside a step, where the other ranks would wait.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["LayerCompiler"]
 
 
 Calls = Iterable[Mapping[Value, TensorSpec]]
-"""The specs of every value of the chain, for each call of a stage."""
+"""Specs of all values of the chain, for each call of a stage."""
 
 
 class LayerCompiler:
-    """Compiled layers of a rank. A layer with running statistics stays as it is: hooks around its modules collect them.
+    """Compiler of a rank's layers, except layers with running statistics, which hooks on their modules collect.
 
     Args:
-        backend: of `train.compile`; None: only layers whose variant compiles them are compiled, each with its backend.
-        layers: of this rank; layers that were compiled for an earlier engine stay so.
+        backend: of `train.compile`; None: compile only layers of variant "compiled", each with its variant's backend.
+        layers: of this rank; layers that were compiled for an earlier engine are used again.
         says: print on rank 0 how long compiling took.
 
-    `seconds`: duration of all compiling so far. Raises CapslogError for an unknown backend.
+    seconds: duration of all compiling so far. Raises CapslogError for an unknown backend.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class LayerCompiler:
     ) -> None:
         """Compile the layers for this minibatch's sizes, before a step; all ranks of the communicator call it.
 
-        `stages` is called for new sizes only and gives this rank's layers of each stage, with the calls of a step.
-        Raises CapslogError where a layer cannot be compiled, PeerLost where a layer of another rank cannot.
+        stages: called for new sizes only; returns the layers of each stage of this rank, with the calls of a step.
+        Raises CapslogError where a layer cannot be compiled, PeerLost where another rank cannot compile a layer.
         """
         sizes = {tuple(sorted(inputs.items())) for inputs in minibatch.inputs}
-        if sizes <= self._met:  # the same on all ranks
+        if sizes <= self._met:  # alike on all ranks, so that all of them take part below
             return
         self._met |= sizes
         self._communicator.together(lambda: self._compile(stages()))
@@ -92,7 +92,7 @@ class LayerCompiler:
             )
 
     def _try(self, layer: EngineLayer, reads: Mapping[str, TensorSpec]) -> None:
-        """Run a forward and a backward on zeros, which leave no trace; torch compiles each when it first runs."""
+        """Run a forward and a backward on zeros, since torch compiles at the first run; no gradient is kept."""
         values = {name: spec.zeros(layer.device).requires_grad_(spec.requires_grad) for name, spec in reads.items()}
         try:
             written = layer.forward(values, 0, 0, graph=True, record=False)

@@ -1,7 +1,7 @@
-"""Runs one step's action list on one rank: moves tensors between stages and calls them, in the lowered order.
+"""Runs one rank's program of a step; called by `pipeline.PipelineEngine`'s `compute` and `evaluate`.
 
-Receives are posted ahead in the sender's order. Sends never block; their memory is released as soon as a later message
-proves that the peer has received them. The executor knows neither models nor optimizers.
+For an action it calls the `stage.Stage` that the action names. Sends and receives move tensors between ranks: receives
+are posted ahead, sends never block. The executor knows neither models nor optimizers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from varuna_capslog.schedules.traffic import POSTED_AHEAD, POSTED_AHEAD_BYTES
 __all__ = ["Executor", "Observer", "Stopwatch"]
 
 
-# -- Time that a rank works in a step, without its waits for messages and data.
+# -- Time that a rank computes in a step, without its waits for messages and data.
 
 
 class Stopwatch:
-    """Sum of the seconds of work on one device; entered around each piece of work.
+    """Context manager around each action, which sums the seconds of all actions on one device.
 
-    On a CPU this is wall time, so that load by other programs counts. On an accelerator it is the time between events
-    on the current stream, for which nothing waits before `take`.
+    On a CPU these are wall seconds, which other programs lengthen. On an accelerator they are the seconds between
+    events on the current stream, which is not synchronized before `take`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Stopwatch:
         self._events.append(event)
 
     def take(self) -> float:
-        """Return the seconds of work since the last call; waits until the device has done it."""
+        """Return the seconds of computation since the last call, after waiting for the device to end it."""
         for begun, ended in zip(self._events[::2], self._events[1::2], strict=False):
             ended.synchronize()
             self._seconds += begun.elapsed_time(ended) / 1000
@@ -72,7 +72,7 @@ class Stopwatch:
         return seconds
 
     def reset(self) -> None:
-        """Drop the measurements; waits for nothing, also where the device has failed."""
+        """Drop the measurements without waiting for the device, which may have failed."""
         self._seconds = 0.0
         self._events.clear()
 
@@ -82,7 +82,7 @@ class Stopwatch:
 
 _TENSORS_PER_MESSAGE = 64
 Contexts: TypeAlias = "Callable[[tuple[int, ...]], MicrobatchContext]"
-"""Microbatches of a call -> their context."""
+"""Maps the microbatches of a call to their context."""
 _UNOBSERVED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -98,8 +98,8 @@ class Observer:
 
 
 def acknowledgements(lowered: Lowered, rank: int) -> dict[Message, int]:
-    """Map each message that `rank` receives to the number of its messages to that peer that have arrived by then. The
-    peer's program shows what it received before it sent this, so no acknowledgement ever travels.
+    """Map each message that `rank` receives to the number of `rank`'s messages that its sender had received by then.
+    The number follows from the sender's program, so no acknowledgement is ever sent.
     """
     arrived: dict[Message, int] = {}
     for peer in range(len(lowered.programs)):
@@ -113,7 +113,7 @@ def acknowledgements(lowered: Lowered, rank: int) -> dict[Message, int]:
 
 
 class Executor:
-    """Executor of one rank's part of a step, on the rank's `stages` by number."""
+    """Executor of one rank's program. stages: the rank's, by number."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Executor:
         self._program = lowered.programs[communicator.rank]
         self._routes, self._graph = routes, lowered.graph
         counts = [max(len(self._graph.calls[stage]) for stage in edge) for edge in self._graph.edges]
-        # the messages over each edge in one direction, counted over all edges
+        # number of the first message over each edge; the messages of one direction are numbered edge by edge
         self._first_message = dict(zip(self._graph.edges, accumulate([0, *counts]), strict=False))
         self._observer, self._joining = observer, joining or Joining({})
         self._device = next(iter(stages.values())).device
@@ -156,9 +156,9 @@ class Executor:
         """Run the program once.
 
         Args:
-            load: microbatch -> inputs of the chain.
+            load: maps a microbatch to the inputs of the chain.
             after_backward: called after each B or W with the stage and the last microbatch of the call.
-            evaluate: makes this an evaluation: stages keep nothing, and the outputs of the chain go here.
+            evaluate: if given, stages keep nothing, and the outputs of the chain are passed to it with their context.
         """
         transfers = _Transfers(self, contexts)
         arrived: dict[Message, dict[Any, Tensor]] = {}
@@ -232,15 +232,14 @@ class Executor:
             self._parted(arrived, [Message("gradient", peer, place) for peer in before], handed_back, contexts)
         if action.kind in "BW" and after_backward is not None:
             after_backward(stage, microbatches[-1])
-        # Storages that were offloaded beside this action are freed here and not earlier, so memory does not depend on
-        # timing.
+        # storages that were offloaded during this action are freed here, so that memory does not depend on timing
         for settle in leaving:
             settle()
 
     def _inputs(
         self, stage: Stage, context: MicrobatchContext, load: Callable[[int], dict[str, Tensor]]
     ) -> dict[Any, Tensor]:
-        """Inputs of the chain that a stage takes, on its device."""
+        """Inputs of the chain that this stage reads, on its device."""
         if not stage.ports.inputs:
             return {}
         rows = [load(microbatch) for microbatch in context.microbatches]
@@ -254,7 +253,7 @@ class Executor:
         messages: Sequence[Message],
         context: MicrobatchContext,
     ) -> dict[Any, Tensor]:
-        """Tensors that a call gets from the calls of other stages; taken out of `arrived`."""
+        """Tensors that a call gets from calls of other stages, joined; they are removed from `arrived`."""
         joined: dict[Any, Tensor] = {}
         pieces: dict[Any, list[Tensor]] = {}
         for message in messages:
@@ -275,7 +274,7 @@ class Executor:
         made: Mapping[Any, Tensor],
         contexts: Contexts,
     ) -> None:
-        """Put the tensors that a call made into its messages to the calls of other stages."""
+        """Put the tensors that a call made into the messages to calls of other stages, as entries of `arrived`."""
         for message in messages:
             gradient = message.kind == "gradient"
             keys = self._routes.gradients[message.edge] if gradient else self._routes.activations[message.edge]
@@ -291,7 +290,7 @@ class Executor:
                 arrived[message] = tensors
 
     def microbatches_of(self, message: Message) -> tuple[int, ...]:
-        """Microbatches that a message carries: those of the smaller of the two calls."""
+        """Microbatches that a message carries: those of the smaller call of the two."""
         calls = self._graph.calls
         return min((calls[stage][call] for stage, call in (message.upstream, message.downstream)), key=len)
 
@@ -305,7 +304,7 @@ class Executor:
 
 
 class _Transfers:
-    """Messages of one step on one rank."""
+    """Sends and receives of one step on one rank. A sent tensor is freed when a later message proves its arrival."""
 
     def __init__(self, executor: Executor, contexts: Contexts) -> None:
         self._of = executor
@@ -318,14 +317,14 @@ class _Transfers:
         self._post()
 
     def _specs(self, message: Message) -> list[tuple[Any, TensorSpec]]:
-        """Entries of a message, in order: values, or those gradients that exist, each with its spec."""
+        """Keys of a message's tensors in sending order, each with its spec: values, or the gradients that exist."""
         routes, context = self._of._routes, self._contexts(self._of.microbatches_of(message))
         if message.kind == "activation":
             return [(value, context.specs[value]) for value in routes.activations[message.edge]]
         return [(key, context.specs[key[0]]) for key in routes.carried(message.edge, context.reach)]
 
     def _tag(self, message: Message) -> int:
-        # the call of the smaller size has one message over this edge
+        # the higher call number is that of the call with fewer microbatches, which has one message over this edge
         number = self._of._first_message[message.edge] + max(message.upstream[1], message.downstream[1])
         return (number * 2 + (message.kind == "gradient") + 1) * max(_TENSORS_PER_MESSAGE, self._of._routes.most)
 
@@ -362,6 +361,7 @@ class _Transfers:
             self._confirmed[peer] = self._confirmed.get(peer, 0) + 1
 
     def send(self, instruction: SendInstruction, tensors: Mapping[Any, Tensor]) -> None:
+        """Begin to send a message's tensors in their specs' layout. Raises CapslogError for another dtype or shape."""
         message, peer = instruction.message, instruction.peer
         tag = self._tag(message)
         sends = []
@@ -379,6 +379,6 @@ class _Transfers:
         self._under_way.setdefault(instruction.peer, deque()).append(sends)
 
     def finish(self) -> None:
-        """Wait for all messages that are still under way."""
+        """Wait for all pending sends."""
         for peer, queue in self._under_way.items():
             self._release(peer, self._confirmed.get(peer, 0) + len(queue))

@@ -1,8 +1,8 @@
-"""Stages that take several microbatches in one call: which layers they may hold, and how tensors are joined and split.
+"""Stages with several microbatches in one call (`grain`): which layers they may have, and how tensors join and split.
 
-A message between two stages carries the microbatches of the smaller call. The stage of the larger call joins arriving
-tensors along the sample dimension, and splits those that it sends. A value without one passes unchanged; its gradients
-are added.
+A message between two stages carries the microbatches of the smaller call. The rank of the larger call joins arriving
+tensors along the sample dimension, and splits the tensors that it sends. A value without a sample dimension passes
+unchanged, and its gradients are added.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def check_grains(chain: Chain, layout: Layout) -> None:
-    """Raise CapslogError where a stage takes several microbatches at once and has a layer that mixes their samples."""
+    """Raise CapslogError where a stage of several microbatches per call has a layer that mixes samples (batch norm)."""
     for number, stage in enumerate(layout.stages):
         for layer in stage.numbers if stage.grain > 1 else ():
             if (norm := _batch_norm(chain, layer)) is not None:
@@ -51,14 +51,14 @@ def _batch_norm(chain: Chain, layer: int) -> nn.Module | None:
 def layers_of_one_microbatch(
     chain: Chain, specs: tuple[Mapping[Value, TensorSpec], Mapping[Value, TensorSpec]], count: int
 ) -> list[int]:
-    """Return the layers that no stage of `count` microbatches per call may hold, by the checks above. specs: of all
-    values, for one microbatch and for `count`.
+    """Return the layers that no stage of `count` microbatches per call may have. specs: of all values, for one
+    microbatch and for `count`.
     """
 
     def alone(layer: int) -> bool:
         if _batch_norm(chain, layer) is not None:
             return True
-        layers, passing = with_loss([layer], len(chain)), chain.values_at(layer)  # as where stages relay
+        layers, passing = with_loss([layer], len(chain)), chain.values_at(layer)  # as with routes "relay"
         try:
             sample_dimensions(chain, layers, passing, specs, count)
         except CapslogError:
@@ -69,8 +69,8 @@ def layers_of_one_microbatch(
 
 
 def check_joined(chain: Chain, layout: Layout, inputs: Mapping[str, TensorSpec]) -> None:
-    """Raise CapslogError where the layers, on fake tensors, do not take several microbatches in one call, or compute
-    something else for them together than for each (`stage_dimensions`). inputs: of one microbatch.
+    """Raise CapslogError where the layers, on fake tensors, fail for several microbatches in one call, or compute other
+    values than for each microbatch alone (`sample_dimensions`). inputs: of one microbatch.
     """
     grain = max(stage.grain for stage in layout.stages)
     if grain == 1:
@@ -89,12 +89,12 @@ def check_joined(chain: Chain, layout: Layout, inputs: Mapping[str, TensorSpec])
 
 
 def specs_of_values(chain: Chain, cuts: Sequence[Mapping[str, TensorSpec]]) -> dict[Value, TensorSpec]:
-    """Return the specs of all values from those at every cut (`ShapeTable.boundaries`)."""
+    """Return the specs of all values. cuts: specs at every cut (`ShapeTable.boundaries`)."""
     return {value: specs[value.name] for cut, specs in enumerate(cuts) for value in chain.values_at(cut)}
 
 
 def joined_inputs(rows: Sequence[Mapping[str, TensorSpec]], microbatches: Sequence[int]) -> dict[str, TensorSpec]:
-    """Specs of several microbatches' inputs, concatenated in dimension 0. Raises CapslogError where they differ."""
+    """Specs of several microbatches' inputs, concatenated in dimension 0. Raises CapslogError for unequal specs."""
     first, count = dict(rows[0]), len(rows)
     for row, microbatch in zip(rows, microbatches, strict=True):
         if dict(row) != first:
@@ -117,7 +117,7 @@ def _times(name: str, spec: TensorSpec, count: int) -> TensorSpec:
 def stage_dimensions(
     chain: Chain, layout: Layout, specs: tuple[Mapping[Value, TensorSpec], Mapping[Value, TensorSpec]], count: int
 ) -> dict[Value, int | None]:
-    """Return the `sample_dimensions` for the layout's stages of larger calls; `specs`, `count` and errors as there."""
+    """Return the `sample_dimensions`, which defines `specs`, `count` and errors, for the stages of larger calls."""
     stages = [stage for stage in layout.stages if stage.grain > 1]
     layers = with_loss((layer for stage in stages for layer in stage.numbers), len(chain))
     passing = {value for stage in stages for value in ports_of(chain, stage.numbers, layout.direct).enters}
@@ -131,15 +131,15 @@ def sample_dimensions(
     specs: tuple[Mapping[Value, TensorSpec], Mapping[Value, TensorSpec]],
     count: int,
 ) -> dict[Value, int | None]:
-    """Sample dimension of each value for several microbatches; None: it has none.
+    """Dimension of each value that grows with the number of microbatches in a call; None: none does.
 
     Args:
-        layers: those that take several at once; only values that they read or write are examined. Number L is the loss.
-        passing: the other values that go through their stages.
-        specs: for one microbatch, and for `count` of them.
+        layers: layers that get several microbatches per call; layer L is the loss. Values that they neither read nor
+            write are left out, except those in `passing`, which only pass through their stages.
+        specs: for one microbatch, and for `count` microbatches.
 
     Raises CapslogError for a value that grows in several dimensions, or that depends on all samples but has no
-    dimension of them: such layers compute something else for several microbatches than for each.
+    dimension of samples: such layers compute other values for several microbatches than for each alone.
     """
     dimensions: dict[Value, int | None] = {}
     for value in sorted(chain.readers, key=lambda value: value.writer):
@@ -169,23 +169,23 @@ def _named(chain: Chain, value: Value) -> str:
 
 
 class Joining:
-    """Joining and splitting of the tensors between two stages, by the `sample_dimensions` of their values."""
+    """Functions that join and split tensors between two stages, by the `sample_dimensions` of the values."""
 
     def __init__(self, dimensions: Mapping[Value, int | None]) -> None:
         self._dimensions = dimensions
 
     def part(self, key: Value | GradientKey, tensor: Tensor, place: int, spec: TensorSpec) -> Tensor:
-        """Part `place` of a larger call, in new memory. A gradient without samples goes to part 0, zeros to others."""
+        """Part `place` of a larger call's tensor. A gradient without samples goes to part 0; other parts are zeros."""
         value = value_of(key)
         dimension = self._dimensions[value]
         if dimension is None:
             return torch.zeros_like(tensor) if key is not value and place else tensor
         size = spec.shape[dimension]
-        with torch.no_grad():  # a stage on this rank may have handed on a leaf of its own
+        with torch.no_grad():  # the tensor may be a leaf of a stage on this rank
             return spec.empty(tensor.device).copy_(tensor.narrow(dimension, place * size, size))
 
     def join(self, key: Value | GradientKey, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """Tensor of a larger call, in the layout of `spec`. Gradients of a value without samples add in call order."""
+        """Tensor of a larger call, in the layout of `spec`. Gradients without samples are added in call order."""
         value = value_of(key)
         dimension = self._dimensions[value]
         if dimension is not None:

@@ -1,14 +1,13 @@
-"""A backward in two halves: first the gradients of what a graph reads, later those of its parameters.
+"""A backward in two halves: first the gradients of a graph's inputs (action I), later those of its parameters (W).
 
-The first half differentiates only the paths from the outputs to the inputs, and records the gradient at every node from
-which a path to a parameter branches off. The second half differentiates from these nodes to the parameters. Each sum
-has the terms of a whole backward in the same order, so both ways give the same bits.
+The input half differentiates only the paths from the outputs to the inputs, and records the gradient at every node from
+which a path to a parameter branches off. The weight half differentiates from these nodes to the parameters. Each sum
+has the same terms in the same order as in a whole backward, so the results have the same bits.
 
-The parts of a graph that lead only to parameters fall into groups that share no node. Where one use of a parameter lies
-on the path from another use to the inputs (a module that applies one weight twice), the gradients of the two uses could
-not be told apart: such a group is differentiated from the outputs once more. A graph with a part that torch cannot
-differentiate for some inputs alone (`torch.utils.checkpoint` with `use_reentrant`) is differentiated as a whole in the
-first half, and nothing is left for the second.
+The parts of a graph that lead only to parameters form groups that share no node. Where one use of a parameter lies on
+the path from another use to the inputs (a module that applies one weight twice), recorded gradients would mix the two
+uses: the weight half differentiates such a group from the outputs again. Some graphs cannot be differentiated for some
+inputs alone (`torch.utils.checkpoint` with `use_reentrant`): the input half then computes all gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _Name = TypeVar("_Name")
 
 @dataclass
 class _Group:
-    """Parameters, and the nodes from which paths to them branch off; None: differentiate from the outputs."""
+    """Parameters, and the nodes from which paths to them branch off; None: differentiate from the graph's outputs."""
 
     nodes: list[Node] | None
     parameters: list[Tensor]
@@ -38,10 +37,10 @@ class _Group:
 
 @dataclass
 class WeightHalf:
-    """Second half of a backward, for the gradients of the parameters. It holds the graph until `run`.
+    """Weight half of a backward. It keeps the graph alive until `run`.
 
     outputs: of the graph, each with its gradient, if a group must be differentiated from them.
-    noted: node -> gradients of its outputs, by number. seeds: ids of the storages of the first gradients.
+    noted: node -> recorded gradients of its outputs, by number. seeds: storage ids of the gradients of the outputs.
     """
 
     outputs: list[tuple[GradientEdge, Tensor]]
@@ -50,7 +49,7 @@ class WeightHalf:
     seeds: frozenset[int] = frozenset()
 
     def run(self) -> None:
-        """Add the gradients of the parameters to their `.grad`, and release the graph."""
+        """Add the gradients of the parameters to their `.grad`, and free the graph."""
         while self.groups:
             group = self.groups.pop()
             later = {node for remaining in self.groups for node in remaining.nodes or ()}
@@ -75,16 +74,16 @@ class WeightHalf:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Gradients that it holds besides the graph."""
+        """Recorded gradients."""
         return [gradient for row in self.noted.values() for gradient in row.values()]
 
 
 def input_half(
     outputs: list[tuple[GradientEdge, Tensor]], leaves: Mapping[_Name, Tensor | GradientBox]
 ) -> tuple[dict[_Name, Tensor], WeightHalf]:
-    """Differentiate a graph with respect to its leaves, and keep it for the other half.
+    """Differentiate a graph with respect to its leaves, and keep the graph for the weight half.
 
-    Returns the gradients of the leaves that have one, each in the layout of its leaf, and the other half.
+    Returns the gradients of the leaves that have one, each in the layout of its leaf, and the weight half.
     """
     graph = _Graph(outputs, leaves.values())
     if graph.refuses_halves:
@@ -96,7 +95,7 @@ def input_half(
         if edge.node not in graph.on_the_way:
             weight_half.noted.setdefault(edge.node, {})[edge.output_nr] = gradient
     if all(group.nodes is not None for group in weight_half.groups):
-        weight_half.outputs = []  # the graph between them and the noted nodes is freed with the first half
+        weight_half.outputs = []  # so that the graph between them and the noted nodes is freed now
     wanted = {name: graph.entries[id(leaf)] for name, leaf in leaves.items() if id(leaf) in graph.entries}
     if not wanted:
         return {}, weight_half
@@ -126,17 +125,17 @@ def input_half(
 
 
 class _Graph:
-    """Nodes behind some outputs. entries: leaf id -> node of its gradient. on_the_way: nodes with a path to a leaf."""
+    """Nodes of a graph. entries: leaf id -> node of its gradient. on_the_way: nodes with a path to a leaf."""
 
     def __init__(self, outputs: Iterable[tuple[GradientEdge, Tensor]], leaves: Iterable[Any]) -> None:
         wanted = {id(leaf) for leaf in leaves}
         self.entries: dict[int, Node] = {}
-        self.next: dict[Node, list[Node]] = {}  # in an order in which every node stands behind those that it leads to
+        self.next: dict[Node, list[Node]] = {}  # successors by node; a node comes after its successors
         self.outputs = [edge.node for edge, _ in outputs]
         stack: list[tuple[Node, list[Node] | None]] = [(node, None) for node in self.outputs]
         while stack:
             node, behind = stack.pop()
-            if behind is not None:  # all of them have been passed
+            if behind is not None:  # all its successors are done
                 self.next[node] = behind
             elif node not in self.next:
                 behind = self._behind(node, wanted)
@@ -157,12 +156,12 @@ class _Graph:
 
     @property
     def refuses_halves(self) -> bool:
-        """True where a part of it recomputes and differentiates in its own backward (reentrant checkpointing)."""
+        """True where a part of the graph recomputes and differentiates in its backward (reentrant checkpointing)."""
         return any(node.name() == "CheckpointFunctionBackward" for node in self.next)
 
     def groups(self) -> list[_Group]:
-        """Parameters in groups that are reached from the same nodes."""
-        first: dict[Node, Node] = {}  # a node that leads to parameters only -> the representative of its group
+        """Parameters, grouped by the nodes from which paths to them branch off."""
+        first: dict[Node, Node] = {}  # union-find: node that leads to parameters only -> representative of its group
 
         def stands_for(node: Node) -> Node:
             while first[node] is not node:

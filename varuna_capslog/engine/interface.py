@@ -1,8 +1,8 @@
 """Interface of an engine, and the table in which a run finds an engine by the name in its config.
 
-Two engines exist: `PipelineEngine`, our own, and `varuna_plugin.VarunaEngine`, which has Varuna compute the step. They
-share no base class: callers know only this protocol. The start-up passes down an `Engines` object, so nothing here
-imports one.
+Two engines exist: `PipelineEngine`, our own, and `varuna_plugin.VarunaEngine`, in which Varuna computes the step. They
+share no base class; their callers use only this protocol. The room `start` makes the `Engines` object and passes it
+down, so that this module imports neither engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 
-if TYPE_CHECKING:  # the module that names the engines imports this one, and no torch
+if TYPE_CHECKING:  # `start`, which names the engines, imports this module without torch
     import torch
     from torch import Tensor
 
@@ -31,11 +31,10 @@ __all__ = ["NO_REPORT", "Engine", "EngineKind", "EngineParts", "Engines", "Load"
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report of a rank on the data and the work of a step.
+    """Report of a rank on the data and the computation of a step.
 
-    waited_seconds: for inputs or targets. busy_seconds: of forwards, recomputations and backwards; the engine adds
-        them.
-    failure: why some data could not be read, so that the step must be refused; None where all could.
+    waited_seconds: waits for inputs or targets. busy_seconds: forwards, recomputations, backwards; the engine sets it.
+    failure: reason why some data could not be read, for which the step is refused; None where all data was read.
     """
 
     waited_seconds: float = 0.0
@@ -53,15 +52,16 @@ class Verdict:
 
     Attributes:
         parts: the loss and its parts, of the whole minibatch.
-        grad_norm: global, before clipping and without the loss scale; infinite where the step is skipped.
-        scale: factor of the update on the gradients: it clips, undoes the loss scale, and corrects unequal counts of
-            targets (`workload.COUNTED`); 0: the step is skipped, since its gradients overflowed.
-        finite: loss and gradients are finite.
+        grad_norm: global gradient norm, before clipping and without the loss scale; infinite for a skipped step.
+        scale: factor by which the update multiplies the gradients: it clips, undoes the loss scale, and corrects
+            unequal counts of targets (`workload.COUNTED`); 0: the step is skipped, since its gradients overflowed.
+        finite: True where loss and gradients are finite.
         refusal: why the step must not be applied, or None. Where the loss itself refused outputs, only the ranks of the
-            last stage know its message.
-        stop: some rank wishes to stop after this step. ballots: by rank (empty: none); () where no rank gave any.
-        waited_seconds, busy_seconds: by rank, as in `RankReport`; the latter is () where the engine measures none.
-        loss_scale: of the step's losses; None where they are not scaled.
+            last stage have the loss's message.
+        stop: True where some rank requests to stop after this step.
+        ballots: by rank; b"" from a rank without a ballot, () where no rank has one.
+        waited_seconds, busy_seconds: by rank, as in `RankReport`; busy_seconds is () where the engine measures none.
+        loss_scale: factor on the step's losses; None where they are not scaled.
     """
 
     step: int
@@ -78,21 +78,21 @@ class Verdict:
 
     @property
     def skipped(self) -> bool:
-        """True where no parameter is updated: a scaled loss was finite, but its gradients were not."""
+        """True where no parameter is updated: the scaled loss was finite, but its gradients were not."""
         return self.scale == 0.0
 
 
 Load: TypeAlias = "Callable[[int], dict[str, Tensor]]"
-"""Global index of a microbatch -> the chain's inputs; called on the ranks whose stages take some."""
+"""Maps the global index of a microbatch to the chain's inputs; called on ranks whose stages read inputs."""
 
 Example: TypeAlias = "Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str, float]]]"
-"""Inputs, targets and normalisers of one microbatch, for an engine that traces the model on real tensors."""
+"""Returns inputs, targets and normalisers of one microbatch, for an engine that traces the model on real tensors."""
 
 
 class Engine(Protocol):
-    """Engine of one rank of a training run. A step is `compute`, `vote`, `apply`; `step.train_step` makes all three.
+    """Engine of one rank of a training run. A step is `compute`, `vote`, `apply`; `step.train_step` calls all three.
 
-    layers: of this rank's stages, in layer order, for checkpoints. optimizer: steps their parameters.
+    layers: all layers of this rank's stages, in layer order. optimizer: steps their parameters.
     """
 
     chain: Chain
@@ -104,7 +104,7 @@ class Engine(Protocol):
 
     @property
     def loaded_microbatches(self) -> Sequence[int]:
-        """Microbatches of a step whose inputs this rank loads, rising, once per stage that takes them; often empty."""
+        """Microbatches of a step whose inputs this rank loads, rising, once per stage that reads them; often empty."""
 
     @property
     def judged_microbatches(self) -> Sequence[int]:
@@ -112,36 +112,36 @@ class Engine(Protocol):
 
     @property
     def doing(self) -> str:
-        """Action under way, for error messages."""
+        """Current action, for error messages."""
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
-        """Run forwards, backwards and sums, which leave the minibatch's gradients in `.grad` and change nothing else.
+        """Run forwards and backwards, and leave the minibatch's summed gradients in `.grad`; change nothing else.
 
-        `step` counts from 1; with the run's seed it fixes all random numbers. Raises CapslogError for a minibatch of
-        another size than the run's, PeerLost where another rank is gone.
+        `step` counts from 1; with the run's seed it fixes all random numbers. Raises CapslogError unless the minibatch
+        has the run's size, PeerLost where another rank is gone.
         """
 
     def vote(
         self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"", data: RankReport = ...
     ) -> Verdict:
-        """Tell all ranks, after `compute`, whether the step may be applied, and the ballot of each rank.
+        """Decide with all ranks, after `compute`, if the step may be applied, and exchange the ranks' ballots.
 
         Args:
-            stop: this rank wishes to stop after the step. ballot: for all ranks, together with the verdict.
-            data: this rank's report; by default it waited for no data.
+            stop: this rank requests to stop after the step. ballot: message to all ranks, part of the verdict.
+            data: this rank's report; by default the rank waited for no data.
 
-        Raises PeerLost where another rank is gone; the step is then dropped here.
+        Raises PeerLost where another rank is gone, after dropping the step.
         """
 
     def apply(self, verdict: Verdict) -> float:
-        """Make the step of the vote, or skip its update, as the verdict says; return the learning rate.
+        """Update the parameters, or skip the update, as the verdict says; return the learning rate.
 
-        Raises PeerLost where a rank is gone that should send values that it updated for this one (`replicated`); some
-        layers here are then updated and some not. Nothing is sent where every rank keeps the moments of its own layers.
+        Messages are sent only for layers whose moments another rank keeps (`replicated`). Raises PeerLost where such a
+        rank is gone; then some layers of this rank are updated and some are not.
         """
 
     def forget(self) -> None:
-        """Drop all traces of a step that was broken off or refused."""
+        """Drop all traces of an interrupted or refused step."""
 
     def evaluate(
         self,
@@ -149,17 +149,17 @@ class Engine(Protocol):
         load: Callable[[int, int], dict[str, Tensor]],
         take: Callable[[int, int, dict[str, Tensor]], None],
     ) -> None:
-        """Run minibatches forward, in evaluation mode: number w over `layout.ways[w]`. Every rank calls it alike.
+        """Run minibatches in evaluation mode, the w-th on the stages `layout.ways[w]`; all ranks pass the same ones.
 
         Args:
-            load: (way, microbatch) -> inputs of the chain; called on the ranks whose stages take some.
+            load: maps (way, microbatch) to inputs of the chain; called on ranks whose stages read inputs.
             take: called with (way, microbatch, outputs) on the ranks of the last layer.
         """
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Parts of an engine. chain: whole, on the CPU, equal on every rank. timeout_seconds: longest wait for messages."""
+    """Arguments of `EngineKind.build`. chain: whole, on the CPU, alike on all ranks. timeout_seconds: per message."""
 
     chain: Chain
     loss: LossFunction
@@ -176,7 +176,7 @@ class EngineKind:
     """Engine that a config may name.
 
     build: makes a rank's engine; raises CapslogError for parts that it cannot run.
-    check: raises CapslogError where something that it needs is not installed; called before any worker starts.
+    check: called before any worker starts; raises CapslogError where a package that the engine needs is missing.
     """
 
     build: Callable[[EngineParts], Engine]
@@ -184,7 +184,7 @@ class EngineKind:
 
 
 class Engines(dict[str, EngineKind]):
-    """Existing engines, by the value of `engine` in a config."""
+    """All engines, by the value of `engine` in a config."""
 
     def __missing__(self, name: str) -> EngineKind:
         raise CapslogError(f"engine={name!r} is unknown here; choose one of {', '.join(sorted(self))}")

@@ -1,8 +1,8 @@
-"""A layer as the engine runs it, with parameter leaves and random numbers of its own; and autograd graphs of layers.
+"""`EngineLayer`, a layer with its own parameter leaves and random numbers; and autograd graphs of consecutive layers.
 
-Every sum of gradients is the same for any cut list (engine rule 1): layers share a graph only where gradients flow from
-one layer to the next. A tensor read by several layers ends it, to collect their gradients one by one, last reader
-first; each use of a shared parameter accumulates separately.
+Every sum of gradients has the same terms in the same order for any cut list (engine rule 1). Therefore layers share a
+graph only where gradients flow from one layer to the next. A tensor that several layers read ends the graph: their
+gradients are added one by one, last reader first. Each use of a shared parameter accumulates separately.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ __all__ = [
 
 
 _MOST_VERSIONS = 100_000
-"""torch would run a layer plainly, and say so nowhere, once its code was compiled for eight kinds of shapes or layers.
-Which process meets how many depends on the cuts."""
+"""Limit of recompilations. By default torch silently runs a layer uncompiled after eight kinds of shapes or layers, and
+the cuts decide how many kinds a process runs."""
 
 
 def check_backend(backend: str) -> None:
@@ -66,10 +66,10 @@ def check_backend(backend: str) -> None:
 
 
 class CompiledForward:
-    """Layer's module as torch.compile makes it; the module and its state stay as they are.
+    """Layer's module, compiled by torch.compile; the module and its state stay as they are.
 
-    Sizes are fixed in the code, each in code of its own: torch would leave sizes open once it has met two, and another
-    process, which has met one, would compute with other code.
+    Each size gets its own code. By default torch makes code for any size after the second size, so that a process that
+    has run only one size would compute with other code.
     """
 
     def __init__(self, module: torch.nn.Module, backend: str) -> None:
@@ -86,10 +86,10 @@ class CompiledForward:
             return self._call(*tensors)
 
 
-# -- Running statistics (BatchNorm) as part of the commit: collected during a step, applied when it succeeds.
+# -- Running statistics (BatchNorm): collected during a step, applied with its update.
 #
-# Upstream modules update their buffers in every forward, so a recomputation counts twice and a step that is voted
-# down leaves traces. Here each forward of a microbatch records its batch statistics once, and `commit` folds them in
+# torch's modules update their buffers in every forward, so that a recomputation would count twice and a refused step
+# would leave traces. Here each forward of a microbatch records its batch statistics once, and `commit` applies them in
 # microbatch order.
 
 
@@ -97,7 +97,7 @@ _TAG = 3 << 28
 
 
 class BatchStatistics(NamedTuple):
-    """Batch statistics of one call of module number `module` of a layer: mean and variance, [2, features]."""
+    """Mean and variance of one batch, [2, features]. module: number of the normalisation module in its layer."""
 
     module: int
     values: Tensor
@@ -107,7 +107,7 @@ _Norm = nn.modules.batchnorm._NormBase
 
 
 def tracking_modules(module: nn.Module) -> Iterator[tuple[str, _Norm]]:
-    """Normalisation modules inside `module` that keep running statistics, with their names."""
+    """Normalisation modules inside `module` that have running statistics, with their names."""
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise CapslogError(
@@ -118,10 +118,10 @@ def tracking_modules(module: nn.Module) -> Iterator[tuple[str, _Norm]]:
 
 
 class RunningStatistics:
-    """Interceptor of the running statistics of one layer's modules; frozen modules (in eval mode) have none.
+    """Recorder of batch statistics by hooks on one layer's modules, which leave their buffers unchanged meanwhile.
 
-    Between `begin(microbatch)` and `end()` the modules write their batch mean and variance aside; with
-    `microbatch=None` (recomputation) they are dropped. Memory: two vectors per module and microbatch until `commit`.
+    Records between `begin(microbatch)` and `end()`; with `microbatch=None` (recomputation) the statistics are dropped.
+    Frozen modules (eval mode) have none. Memory: two vectors per module and microbatch until `commit`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -129,7 +129,7 @@ class RunningStatistics:
         self._recording: list[BatchStatistics] | None = None
         self._seen: dict[int, list[BatchStatistics]] = {}
         self._calls: tuple[int, ...] | None = None
-        """The modules that a forward calls, as `arrange` orders them; None before the first one."""
+        """Numbers of the modules that a forward calls, in the order of `arrange`; None before the first forward."""
         for child in self._modules:
             child.register_forward_pre_hook(self._divert)
             child.register_forward_hook(self._record, always_call=True)
@@ -175,9 +175,9 @@ class RunningStatistics:
         module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = kept
 
     def arrange(self, microbatch: int) -> None:
-        """Sort the statistics of a microbatch after its forward: by module, repeated calls behind all first ones, so
-        that all holders of the layer have the same order. Raises CapslogError where the layer calls other modules than
-        before.
+        """Sort the statistics of a microbatch after its forward, first calls before repeated calls, each by module, so
+        that all ranks with the layer have the same order. Raises CapslogError where the layer called other modules in
+        an earlier forward.
         """
         seen = self._seen[microbatch]
         again = [[earlier.module for earlier in seen[:call]].count(batch.module) for call, batch in enumerate(seen)]
@@ -193,16 +193,16 @@ class RunningStatistics:
             )
 
     def of(self, microbatch: int) -> Sequence[Tensor]:
-        """Statistics of one microbatch of this step so far, in the order of `arrange`."""
+        """Recorded statistics of one microbatch of this step, in the order of `arrange`."""
         return [batch.values for batch in self._seen.get(microbatch, ())]
 
     def take(self) -> dict[int, list[BatchStatistics]]:
-        """Return the statistics of this step by microbatch, and forget them."""
+        """Return the statistics of this step by microbatch, and clear them."""
         seen, self._seen = self._seen, {}
         return seen
 
     def commit(self, statistics: Mapping[int, Sequence[BatchStatistics]]) -> None:
-        """Fold all replicas' statistics into the running buffers in microbatch order, as one process would have."""
+        """Update the running buffers with the statistics of all replicas, in microbatch order as in one process."""
         for microbatch in sorted(statistics):
             for number, (mean, variance) in statistics[microbatch]:
                 module = self._modules[number]
@@ -220,7 +220,7 @@ class RunningStatistics:
 
 
 class StatisticsBook:
-    """Running statistics of one rank's layers during a step, including those of the layers' other holders."""
+    """Batch statistics of one rank's layers in a step, also those from other ranks that hold these layers."""
 
     def __init__(
         self, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout, num_microbatches: int
@@ -239,29 +239,29 @@ class StatisticsBook:
         self._found: dict[int, dict[int, list[BatchStatistics]]] = {}
 
     def collect(self) -> None:
-        """Take the statistics of all microbatches of the step from the layers and from their other holders."""
+        """Collect the statistics of all microbatches of the step, from this rank's layers and the other holders."""
         for index, layer in self._layers.items():
             statistics, others = layer.statistics.take(), self._others[index]
             self._found[index] = statistics | self._ask(index, statistics, others) if others else statistics
 
     def of(self, index: int) -> Mapping[int, list[BatchStatistics]]:
-        """Statistics of a layer by microbatch, after `collect`; empty without any."""
+        """Statistics of a layer by microbatch, after `collect`."""
         return self._found.get(index, {})
 
     def commit(self) -> None:
-        """Fold the statistics into the layers' buffers."""
+        """Update the layers' running buffers."""
         for index, statistics in self._found.items():
             self._layers[index].statistics.commit(statistics)
         self._found = {}
 
     def forget(self) -> None:
-        """Drop the statistics of a broken-off step."""
+        """Drop the statistics of an interrupted step."""
         self._found = {}
 
     def _ask(
         self, index: int, mine: Mapping[int, list[BatchStatistics]], others: Mapping[int, Sequence[int]]
     ) -> dict[int, list[BatchStatistics]]:
-        """Statistics of the other holders of a layer, by microbatch."""
+        """Exchange statistics with the other holders of a layer; return theirs, by microbatch."""
         order = sorted(mine)
         calls = mine[order[0]]
         sizes = [batch.values.numel() for batch in calls]
@@ -286,8 +286,8 @@ class StatisticsBook:
 class LayerGraph:
     """Autograd graph of one forward of consecutive layers, from layer `first` on.
 
-    leaves: tensors that the first layer reads and wants a gradient for, or boxes in which the gradient arrives.
-    writes: values of the last layer. edges: of those that carry a gradient.
+    leaves: tensors that the first layer reads and that need a gradient, or the boxes that receive it.
+    writes: values that the last layer writes. edges: gradient edges of those that carry a gradient.
     """
 
     first: int
@@ -302,8 +302,8 @@ class LayerGraph:
         return {value: tensor.detach() for value, tensor in written.items()}
 
     def backward(self, gradients: Gradients) -> None:
-        """Differentiate the layers, consuming the graph; gradients of parameters accumulate in `.grad`. `gradients`
-        gives those of the last layer's outputs, and takes those of the first layer's inputs.
+        """Differentiate the layers and free the graph; gradients of parameters accumulate in `.grad`. Gradients of the
+        outputs are taken from `gradients`, and those of the inputs are added to it.
         """
         outputs = self._take_outputs(gradients)
         if outputs:
@@ -315,7 +315,7 @@ class LayerGraph:
         self.edges.clear()
 
     def backward_inputs(self, gradients: Gradients) -> WeightHalf:
-        """As `backward`, but for the inputs only; the returned half computes the gradients of the parameters."""
+        """Differentiate as `backward`, but for the inputs only; the result computes the gradients of the parameters."""
         leaf_gradients, weight_half = input_half(self._take_outputs(gradients), self.leaves)
         for value, gradient in leaf_gradients.items():
             gradients.add(value, self.first, gradient)
@@ -333,24 +333,24 @@ class LayerGraph:
 
 
 def keep_layout(tensor: Tensor) -> None:
-    """Give the tensor's gradient the tensor's own layout, as it would have if it crossed a cut there."""
+    """Give the tensor's gradient the layout of the tensor, as if the tensor crossed a cut."""
     stride, node, place = tensor.stride(), tensor.grad_fn, tensor.output_nr
-    if node is None:  # the layer handed on a leaf
+    if node is None:  # the layer's output is a leaf
         tensor.register_hook(lambda gradient: laid_out(gradient, stride))
         return
 
     def lay_out(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         gradient = gradients[place]
         if gradient is None or gradient.stride() == stride:
-            return None  # cheaper than the gradients themselves
+            return None  # unchanged; cheaper than returning the gradients
         return (*gradients[:place], laid_out(gradient, stride), *gradients[place + 1 :])
 
-    # cheaper than a hook of the tensor
+    # cheaper than a hook on the tensor
     node.register_prehook(lay_out)
 
 
 def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
-    """Seed the device's generator for one layer and microbatch: dropout is the same under any plan (engine rule 1)."""
+    """Seed the device's generator for one layer and microbatch, so that dropout is the same under any plan."""
     accelerator.seed(device, mix(seed, step, microbatch, layer))
 
 
@@ -358,11 +358,11 @@ class EngineLayer:
     """Layer on its device. Built by `take_layers`.
 
     Attributes:
-        index: position in the chain. compiled: runs in training in the module's place, unless None.
-        parameters: name inside the layer -> this layer's own leaf (a shared parameter's leaves share one storage).
-        masters: name -> float32 master of a trained parameter that is kept in 16 bits; the optimizer steps the master,
-            and the parameter is its rounding. The uses of a shared parameter have one master.
-        shared: name inside the layer -> address, for shared parameters.
+        index: position in the chain. compiled: if not None, runs in training instead of the module.
+        parameters: this layer's own leaves, by name in the layer; all leaves of a shared parameter have one storage.
+        masters: float32 masters of trained 16-bit parameters, by name in the layer; the optimizer steps a master, and
+            the parameter is its rounding. All uses of a shared parameter have one master.
+        shared: addresses of shared parameters, by name in the layer.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class EngineLayer:
         self._python = any(isinstance(part, (Whole, WholeModel)) for part in layer.module.modules())
         self._stateless = self._plain = False
         self._generators: Mapping[str, Any] | None = None
-        """Generators beside torch's from which its Python code draws; None until its first forward in training."""
+        """Generators other than torch's that the layer's Python code uses; None until its first forward in training."""
 
     def reset(self) -> None:
         """Drop the gradients and statistics of the current step, and return to training mode."""
@@ -407,12 +407,12 @@ class EngineLayer:
             part.training = False
 
     def address(self, name: str) -> str:
-        """Address of a parameter: its own, or that of the shared parameter."""
+        """Address of a parameter in the model, by its name in the layer."""
         return self.shared.get(name, f"{self.name}.{name}")
 
     @property
     def values(self) -> dict[str, nn.Parameter]:
-        """Parameters as the layer's state has them, by name: masters, where there are some."""
+        """Parameters by name; where a parameter has a master, the master."""
         return self.parameters | self.masters
 
     def round_masters(self) -> None:
@@ -429,16 +429,16 @@ class EngineLayer:
 
     @property
     def builds_graph(self) -> bool:
-        """True where every forward builds a graph: compiled code needs one, whole Python code may differentiate."""
+        """True where every forward builds a graph: compiled code needs it, and so may a module that runs as a whole."""
         return self._python or self.compiles
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers by name inside the layer."""
+        """Persistent buffers, by name in the layer."""
         return persistent_buffers(self.layer.module, self.parameters)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context in which its operations run."""
+        """Context of autocast in which the layer runs."""
         return autocast_context(self.device.type, self._precision)
 
     def forward(
@@ -450,19 +450,19 @@ class EngineLayer:
         record: bool,
         instead: Callable[..., Any] | None = None,
     ) -> dict[str, Tensor]:
-        """Run the layer; return what it writes.
+        """Run the layer; return the tensors that it writes, by name.
 
         Args:
-            values: at least the tensors it reads; where it `builds_graph`, with a gradient wherever their specs want
-                one, also without `graph`.
+            values: at least the tensors that it reads. If it `builds_graph`, those whose specs require a gradient must
+                have requires_grad, also without `graph`.
             seeds: `seeds.mixed` of (run seed, step, microbatch), for the random numbers.
-            graph: keep the autograd graph. record: count running statistics (False in a recomputation).
-            instead: called in the place of its module, where nothing is compiled.
+            graph: keep the autograd graph. record: record running statistics (False in a recomputation).
+            instead: called instead of the module, unless the layer is compiled.
         """
         seed = mix(self.index, after=seeds)
         accelerator.seed(self.device, seed)
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
-            return self.layer.run(values, instead)  # shortcut: the code below would do nothing else
+            return self.layer.run(values, instead)  # the code below would do the same, but slower
         versions = None
         if not self._stateless:
             versions = {name: tensor._version for name, tensor in self.layer.module.named_buffers()}
@@ -488,8 +488,8 @@ class EngineLayer:
 
     @contextmanager
     def _drawing(self, seed: int, fake: bool) -> Iterator[None]:
-        """Context in which the random numbers of the layer's Python code follow from the seed. With `fake` (an
-        estimate) they are the highest ones, by which code that leaves something out at random leaves nothing out.
+        """Context in which the random numbers of the layer's Python code depend on `seed` alone. With `fake` (estimate)
+        they are the highest numbers, with which code that skips layers at random skips none.
         """
         if fake:
             with crafted_draws(high=True):
@@ -509,7 +509,7 @@ class EngineLayer:
             before.put_back()
 
     def _check_state(self, versions: Mapping[str, int]) -> None:
-        """Refuse, after the first forward, modules that change buffers while they run (engine rule 1)."""
+        """Raise CapslogError, after the first forward, for modules that change buffers in the forward."""
         for name, tensor in self.layer.module.named_buffers():
             if tensor._version != versions.get(name, tensor._version):
                 raise CapslogError(
@@ -522,7 +522,7 @@ class EngineLayer:
 
 
 def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Buffers of a module's state besides these parameters, by name."""
+    """Entries of a module's state dict other than these parameters, by name."""
     return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}
 
 
@@ -534,18 +534,18 @@ def take_layers(
     ready: Mapping[int, EngineLayer] | None = None,
     weights: str = "float32",
 ) -> list[EngineLayer]:
-    """Engine's own layers of a chain, on `device`, in training mode except for frozen parts.
+    """Layers of a chain for the engine, on `device`, in training mode except for frozen parts.
 
-    A parameter used by several layers gets one storage on this device and one leaf per using layer.
+    A parameter used by several layers gets one storage on this device and one leaf for each of these layers.
 
     Args:
         weights: dtype in which parameters are kept (`low_parameters`).
-        ready: layers of an earlier engine of this process, by index: they are taken as they are, except those with
-            shared parameters, whose storage depends on which layers live together. All others are made anew, for a
-            state that is loaded later, and the chain stays as it is. None: the first engine of a process takes the
-            chain's own modules; layers of factories are built first.
+        ready: layers of an earlier engine of this process, by index. They are used again, except those with shared
+            parameters, whose storage depends on the other layers of the rank; all other layers are new modules, whose
+            state is loaded later, and the chain stays unchanged. None (first engine of a process): the chain's own
+            modules are used, and layers of factories are built.
 
-    Raises CapslogError where layers share a module that keeps running statistics.
+    Raises CapslogError where layers share a module with running statistics, or a shared parameter has a gradient hook.
     """
     if ready is None:
         chain.check_unchanged()
@@ -565,7 +565,7 @@ def take_layers(
         if shared:
             _refuse_shared_statistics(chain, index)
             parameters, originals = dict(module.named_parameters()), dict(layer.module.named_parameters())
-            # all tensors but the shared ones are taken as they are
+            # the copy keeps all tensors except the shared parameters
             memo: dict[int, object] = {id(tensor): tensor for tensor in (*parameters.values(), *module.buffers())}
             for name in shared:
                 original = originals[name]
@@ -582,7 +582,7 @@ def take_layers(
         if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
             module.to(
                 device
-            )  # not called for a module that is there: torch would replace the fake tensors of an estimate
+            )  # not for a module that is on the device: torch would replace the fake tensors of an estimate
         taken[index] = module
     put_in_training(taken.values(), [layer.module for layer in chain.layers])
     layers = []
@@ -598,7 +598,7 @@ def take_layers(
 
 
 def _keep_hooks(module: nn.Module, made: nn.Module) -> None:
-    """Copy gradient hooks from the parameters of a module to those of its new copy."""
+    """Copy gradient hooks from a module's parameters to those of its copy `made`."""
     others = dict(made.named_parameters())
     for name, parameter in module.named_parameters():
         for hook in (parameter._backward_hooks or {}).values():
@@ -607,14 +607,14 @@ def _keep_hooks(module: nn.Module, made: nn.Module) -> None:
 
 
 _Masters = dict[tuple[int, int], tuple[nn.Parameter, Tensor]]
-"""By storage and place on it: a parameter of float32, and its rounding."""
+"""Maps storage and offset to a float32 parameter and its rounding."""
 
 
 def _lower(module: nn.Module, weights: str, by_place: _Masters) -> dict[str, nn.Parameter]:
-    """Replace a module's parameters by 16-bit leaves; return the masters of those that are trained.
+    """Replace a module's parameters by 16-bit leaves; return the masters of the trained ones.
 
-    A 16-bit gradient becomes float32 where it reaches its leaf, so that microbatches are added in float32. `by_place`:
-    masters of earlier layers, with which parameters may share a storage.
+    A 16-bit gradient becomes float32 at its leaf, so that microbatches are added in float32. by_place: masters of
+    earlier layers, with which parameters may share a storage; new masters are added.
     """
     lowered = low_parameters(module, weights)
     if not lowered:

@@ -1,4 +1,4 @@
-"""Stages of a step, the rank of each, the blocks that it serves, and the tensors that travel between stages."""
+"""Stages of a step, with rank and accumulation blocks of each, and the tensors that travel between stages."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = ["GradientKey", "Gradients", "Layout", "Ports", "Reach", "Routes", "la
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages of a step, numbered by their place, each some layers on one rank.
+    """Stages of a step. A stage is some layers on one rank; its index in `stages` is its number.
 
-    num_blocks: accumulation blocks of a step. replicas: equal pipelines in `stages`, one after the other.
-    direct: tensors go straight from the stage that writes them to those that read them; else through all stages
-        between, each of which is one range of layers.
+    num_blocks: accumulation blocks of a step. replicas: number of equal pipelines in `stages`, one after another.
+    direct: True: a tensor is sent from the stage that writes it to each stage that reads it. False: it passes through
+        all stages between these, and each stage is one range of layers.
 
-    Raises CapslogError unless every block finds every layer once, and no rank holds a layer twice.
+    Raises CapslogError unless each layer is exactly once in the stages of each block, and at most once on a rank.
     """
 
     stages: tuple[PlanStage, ...]
@@ -55,7 +55,7 @@ class Layout:
         replicas: int = 1,
         num_blocks: int | None = None,
     ) -> Layout:
-        """Equal pipelines; see `plans.plan.stages_of_pipelines`. `num_blocks` defaults to one per replica."""
+        """Layout of equal pipelines; see `plans.plan.stages_of_pipelines`. By default, one block per replica."""
         num_blocks = num_blocks or replicas
         if num_blocks % replicas:
             raise CapslogError(
@@ -71,27 +71,27 @@ class Layout:
 
     @cached_property
     def world_size(self) -> int:
-        """Number of ranks that have stages; more may be connected, which are idle."""
+        """Number of ranks that have stages; further connected ranks are idle."""
         return max(stage.rank for stage in self.stages) + 1
 
     @cached_property
     def paths(self) -> list[Path]:
-        """Stages that serve each block, by their first layer."""
+        """Stages of each block, in the order of their first layers."""
         return paths_of(self.stages, self.num_blocks)
 
     @cached_property
     def ways(self) -> list[Path]:
-        """Different ways through the stages, in the order of the first block that takes each."""
+        """Distinct entries of `paths`, in the order of their first blocks."""
         return list(dict.fromkeys(self.paths))
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """First layer of each stage of the first way."""
+        """First layers of the first way's stages."""
         return tuple(self.stages[stage].first for stage in self.paths[0])
 
     @property
     def layers_of_ways(self) -> list[list[Any]]:
-        """First layer of each stage, by way; of a stage of several pieces of the chain all pieces."""
+        """First layers of the stages of each way; for a stage of several ranges of layers, all its ranges."""
         rows = [[self.stages[number] for number in way] for way in self.ways]
         return [
             [stage.first if len(stage.layers) == 1 else [list(piece) for piece in stage.layers] for stage in row]
@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of ranks of one of the equal pipelines."""
+        """Number of ranks of one replica."""
         return self.world_size // self.replicas
 
     @cached_property
@@ -110,11 +110,11 @@ class Layout:
 
     @property
     def first_replica(self) -> tuple[int, ...]:
-        """Rank of each stage of the first of the equal pipelines; of all stages where there is one."""
+        """Ranks of the stages of the first replica."""
         return self.ranks[: len(self.ranks) // self.replicas]
 
     def graph(self, num_microbatches: int, edges: Iterable[tuple[int, int]] | None = None) -> StageGraph:
-        """Stages and way of every microbatch of a step. Direct routes follow `edges`, those of `Chain.edges`."""
+        """Stages and route of every microbatch of a step. edges: `Chain.edges`, needed for direct routes."""
         units = Units(num_microbatches, None, self.num_blocks)
         return stage_graph(self.stages, units, "direct" if self.direct else "relay", edges)
 
@@ -128,7 +128,7 @@ class Layout:
         ]
 
     def stages_of(self, rank: int) -> list[int]:
-        """Stages that a rank runs; none for an idle one."""
+        """Numbers of the stages that a rank runs."""
         return [number for number, stage in enumerate(self.stages) if stage.rank == rank]
 
     def layers_of(self, rank: int) -> list[int]:
@@ -137,15 +137,15 @@ class Layout:
         return sorted(layer for stage in stages for layer in stage.numbers)
 
     def moments_away(self, rank: int) -> frozenset[int]:
-        """Layers whose optimizer moments wait in the rank's host tier."""
+        """Layers of a rank whose optimizer moments are offloaded to its host tier."""
         return frozenset().union(*(self.stages[number].moments_away for number in self.stages_of(rank)))
 
     def moments_elsewhere(self, rank: int) -> frozenset[int]:
-        """Layers of a rank whose optimizer moments another rank keeps, which sends the updated values."""
+        """Layers of a rank whose optimizer moments another rank keeps; that rank sends the updated values."""
         return frozenset().union(*(self.stages[number].moments_elsewhere for number in self.stages_of(rank)))
 
     def blocks_of(self, rank: int, layer: int) -> Sequence[int]:
-        """Blocks for which a rank holds a layer, rising."""
+        """Blocks for which a rank runs a layer, rising."""
         return [block for block, owner in enumerate(self._ranks_of_layer[layer]) if owner == rank]
 
     def owner(self, layer: int, block: int) -> int:
@@ -153,7 +153,7 @@ class Layout:
         return self._ranks_of_layer[layer][block]
 
     def pairs(self, edges: Iterable[tuple[int, int]], shared: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
-        """Ordered pairs of ranks between which tensors travel: over edges, `shared` parameters, and replicas."""
+        """Ordered pairs of ranks that send tensors: over edges of stages, between replicas, for shared parameters."""
         groups = [{self.ranks[source], self.ranks[target]} for source, target in edges]
         groups += [set(self.holders(layer)) for layer in range(self.num_layers)]
         for layers in shared:
@@ -165,12 +165,12 @@ class Layout:
         return list(dict.fromkeys(self._ranks_of_layer[layer]))
 
     def reporter(self, layer: int) -> int:
-        """Holder that reports and stores a layer: the first one that keeps its moments."""
+        """Rank that reports and stores a layer: its first holder that keeps the layer's moments."""
         return next(rank for rank in self._ranks_of_layer[layer] if layer not in self.moments_elsewhere(rank))
 
     def uses_from(self, layers: Sequence[int]) -> dict[int, dict[int, int]]:
-        """For each rank that holds one of these layers, the source rank of each of them that it lacks: the rank that
-        runs the layer for the first block that the asking rank serves.
+        """Map each rank that holds some of these layers to {layer that it lacks: source rank}. The source runs the
+        layer for the first block of the rank that lacks it.
         """
         sources: dict[int, dict[int, int]] = {}
         for rank in dict.fromkeys(rank for layer in layers for rank in self.holders(layer)):
@@ -181,7 +181,7 @@ class Layout:
         return sources
 
     def describe(self, rank: int) -> str:
-        """Name of a rank in errors: rank, stages and, where there are several pipelines, the number of its replica."""
+        """Name of a rank in errors: rank, stages and, where there are several ways, the number of its way."""
         stages, pipeline = self.stages_of(rank), ""
         if not stages:
             return f"rank {rank} (idle)"
@@ -193,7 +193,7 @@ class Layout:
 
     @cached_property
     def _ranks_of_layer(self) -> list[list[int]]:
-        """layer -> block -> rank."""
+        """Rank that runs a layer for a block, as [layer][block]."""
         ranks: list[list[int]] = [[] for _ in range(self.num_layers)]
         for path in self.paths:
             for number in path:
@@ -204,8 +204,8 @@ class Layout:
 
 
 def layout_of(plan: Plan, config: Config) -> Layout:
-    """Engine's layout of a plan; a plan of the short form is one pipeline, repeated for the config's replicas. Raises
-    CapslogError, with the field's name, where the engine cannot run the plan, or would run it otherwise.
+    """Layout of a plan for our engine; a plan in short form is one pipeline, of which the config sets the replicas.
+    Raises CapslogError, with the field's name, where the engine cannot run the plan as it is stated.
     """
     pipeline, train = config.pipeline, config.train
     if plan.parallel is not None:
@@ -239,24 +239,24 @@ def layout_of(plan: Plan, config: Config) -> Layout:
         cuts, placement = plan.cut_list, plan.placement()
         return Layout.pipelines(cuts, plan.num_layers, placement, pipeline.replicas, config.num_blocks)
     check_runnable(plan.stages)
-    # Predictions are no part of a layout.
+    # predictions are no part of a layout
     stages = tuple(dataclasses.replace(stage, bytes=None, seconds=None) for stage in plan.stages)
     return Layout(stages, config.num_blocks, direct=plan.routes == "direct")
 
 
 # -- Values and gradients that each stage takes and sends, and those that travel over each edge between two stages.
 #
-# With routes "relay" everything that a later layer reads goes through all stages between. With "direct" a value goes
-# from the stage that writes it to each stage that reads it, once, and one gradient per reading layer comes back, so
-# that the stage that wrote the value adds them from the last reader to the first, as everywhere (engine rule 8).
+# With routes "relay", a value passes through all stages between its writer and its last reader. With "direct", the
+# writing stage sends the value once to each stage that reads it. One gradient per reading layer comes back, and the
+# writing stage adds them from the last reader to the first, the order of all sums of gradients (engine rule 8).
 
 
 GradientKey: TypeAlias = "tuple[Value, int | None]"
-"""A value, and the layer whose gradient it is; None: the sum over all layers behind a cut."""
+"""A value, and the layer that read it and computed this gradient; None: the sum over all layers behind a cut."""
 
 
 def value_of(key: Value | GradientKey) -> Value:
-    """Value of a message's entry: the key itself, or the value of a gradient's key."""
+    """Value that a key of a message's tensor names: the key itself, or the value in the key of a gradient."""
     return key if isinstance(key, Value) else key[0]
 
 
@@ -264,9 +264,9 @@ def value_of(key: Value | GradientKey) -> Value:
 class Ports:
     """Values and gradients that enter and leave a stage.
 
-    enters: values that a forward takes. inputs: those of them that are inputs of the chain and come from the data.
-    leaves: values that it sends. wanted: gradients that a backward sends back, as far as their values carry one.
-    passing: values enter and leave that no layer of the stage reads or writes.
+    enters: values that a forward takes. inputs: those of them that are inputs of the chain, loaded from the data.
+    leaves: values that a forward sends. wanted: gradients that a backward sends, of those values that carry one.
+    passing: True where values may pass that no layer of the stage reads or writes.
     """
 
     enters: tuple[Value, ...]
@@ -282,7 +282,7 @@ class Ports:
 
 
 def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports:
-    """Ports of a stage of these layers, which are rising, and consecutive unless `direct`."""
+    """Ports of a stage. layers: rising; unless `direct`, consecutive."""
     inside = with_loss(layers, len(chain))
     if not direct:
         enters = chain.values_at(layers[0])
@@ -302,9 +302,9 @@ def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports
 
 
 class Reach:
-    """Values over which gradients come back: the loss can be reached from them through layers that carry one.
+    """Values for which a backward computes gradients: a path of values with gradients leads from them to the loss.
 
-    specs: of all values; they say which carry a gradient.
+    specs: of all values; they state which values carry a gradient.
     """
 
     def __init__(self, chain: Chain, specs: Mapping[Value, TensorSpec]) -> None:
@@ -312,7 +312,7 @@ class Reach:
 
     @cached_property
     def _reached(self) -> tuple[dict[Value, int], frozenset[tuple[Value, int]]]:
-        """Value -> the last layer with a gradient for it; `pairs`. Sought when asked for, as it may trace the chain."""
+        """(last layer with a gradient for each value, `pairs`). Computed at first use, since it may trace the chain."""
         chain, last = self._chain, dict[Value, int]()
         pairs: set[tuple[Value, int]] = set()
         for reader in reversed(range(len(chain) + 1)):
@@ -325,11 +325,11 @@ class Reach:
 
     @property
     def pairs(self) -> frozenset[tuple[Value, int]]:
-        """(value, layer with a gradient for it), L for the loss."""
+        """All (value, layer that has a gradient for it); the loss counts as layer L."""
         return self._reached[1]
 
     def has(self, key: GradientKey, cut: int) -> bool:
-        """True where this gradient comes from the layers behind a cut."""
+        """True where the layers behind a cut have this gradient."""
         if not self._specs[key[0]].requires_grad:
             return False
         last, pairs = self._reached
@@ -337,7 +337,7 @@ class Reach:
 
 
 class Routes:
-    """Values and gradients that travel: per edge, in sending order. most: largest number of entries of a message."""
+    """Values and gradients that travel over each edge, in sending order. most: largest tensor count of a message."""
 
     def __init__(self, chain: Chain, layout: Layout, edges: Sequence[Edge]) -> None:
         self.ports = [ports_of(chain, stage.numbers, layout.direct) for stage in layout.stages]
@@ -356,10 +356,10 @@ class Routes:
 
 
 class Gradients:
-    """Gradients of values in one call of a stage, while its layers are differentiated from the last to the first.
+    """Sums of gradients by value in one call of a stage, whose layers are differentiated from the last to the first.
 
-    arrived: from the stages behind; taken out, so that no tensor lives longer than it must.
-    handed_back: for the stages before, where they travel separately (`Ports.apart`).
+    arrived: gradients from later stages; emptied, so that each tensor is freed after its last use.
+    handed_back: gradients for earlier stages, of values whose gradients travel separately (`Ports.apart`).
     """
 
     def __init__(self, arrived: dict[GradientKey, Tensor], apart: frozenset[Value] = frozenset()) -> None:
@@ -375,7 +375,7 @@ class Gradients:
                 self._waiting.setdefault(value, []).append((reader, gradient))
 
     def add(self, value: Value, reader: int, gradient: Tensor) -> None:
-        """Add the gradient that a layer of this stage, or the loss, has for what it reads."""
+        """Add the gradient that layer `reader` of this stage, or the loss, computed for a value that it reads."""
         if value in self._apart:
             self.handed_back[value, reader] = gradient
             return
@@ -383,7 +383,7 @@ class Gradients:
         self._sum(value, gradient)
 
     def take(self, value: Value) -> Tensor | None:
-        """Take the sum over all readers of a value, for the layer that wrote it."""
+        """Remove and return the sum over all readers of a value, for the layer that wrote it; None without any."""
         self._add_later_ones(value, value.writer)
         return self._sums.pop(value, None)
 
@@ -397,5 +397,5 @@ class Gradients:
         self._sums[value] = gradient if total is None else total + gradient
 
     def of(self, key: GradientKey) -> Tensor | None:
-        """Gradient that goes to the stage before under this key; None where nothing depends on the value."""
+        """Gradient to send to an earlier stage under this key; None where the loss does not depend on the value."""
         return self._sums.get(key[0]) if key[1] is None else self.handed_back.get(key)

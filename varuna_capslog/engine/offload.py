@@ -1,4 +1,4 @@
-"""Host tier: memory beside the device's own, for tensors between forward and backward, and for moments."""
+"""Host tier (CPU offload): memory outside the device, for tensors between forward and backward, and for moments."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = [
 
 # -- The host tier.
 #
-# It is the memory of the host, pinned where it can be, or files in a folder that are mapped into memory: torch's
-# allocator counts neither. Copies run beside the computation, in a thread on a CPU and on a stream of their own on an
-# accelerator. They may be limited to a bandwidth, so that a test can make a copy late.
+# It is host memory, pinned where possible, or files in a folder, mapped into memory: torch's allocator counts neither.
+# Copies overlap the computation: on a CPU in a thread, on an accelerator on a separate stream. Their bandwidth can be
+# limited, so that a test can delay a copy.
 
 
 Wait = Callable[[], None]
-"""Returns when a copy has ended; raises HostTierFailed where it failed."""
+"""Waits for the end of a copy; raises HostTierFailed where the copy failed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TierOptions:
     """Place and limits of the host tier.
 
     place: "memory", or a folder for files, best on a local disk. capacity: most bytes of one rank; None: no limit.
-    bandwidth: bytes per second, of all copies together; None: no limit. timeout_seconds: longest wait for one copy.
+    bandwidth: bytes per second of all copies together; None: no limit. timeout_seconds: longest wait for one copy.
     """
 
     place: str = "memory"
@@ -66,14 +66,14 @@ class TierOptions:
 
 @dataclass(eq=False)
 class HostRegion:
-    """Region of the tier's memory: its size in bytes, and the bytes, [size] of uint8 (None in an estimate)."""
+    """Region of the tier's memory. size: in bytes. data: [size] of uint8; None in an estimate."""
 
     size: int
     data: Tensor | None = None
 
 
 class HostTier:
-    """Host tier of one rank; released memory is kept for the next tensor of the same size. Counts bytes in use."""
+    """Host tier of one rank; released memory is kept for a later tensor of the same size. bytes: now in use."""
 
     def __init__(self, device: torch.device, options: TierOptions | None = None) -> None:
         self.device, self.options = device, options or TierOptions()
@@ -84,32 +84,32 @@ class HostTier:
         self._stream: torch.Stream | None = None
 
     def leave(self, tensor: Tensor, beside: bool) -> tuple[HostRegion, Wait]:
-        """Begin to copy the storage of a tensor to the tier; its memory must stay until the copy has ended.
+        """Copy the storage of a tensor to the tier; the storage must live until the copy has ended.
 
-        Returns the region, for `come_back` and `give_back`, and the wait for the copy, which runs beside the caller's
-        next work, or else (`beside=False`) is a part of it. Raises CapslogError where the tier is full.
+        Returns the region, for `come_back` and `give_back`, and the wait for the copy. beside: True: the copy overlaps
+        the caller's next work; False: it precedes that work. Raises CapslogError where the tier is full.
         """
         region = self.hold(tensor.untyped_storage().nbytes())
         return region, self.copy_out(tensor, region, beside)
 
     def copy_out(self, tensor: Tensor, region: HostRegion, beside: bool) -> Wait:
-        """Copy as `leave` does, into a region of the size of the tensor's storage."""
+        """Copy as `leave`, into an existing region of the size of the tensor's storage."""
         assert region.data is not None
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         return self._copy(source, region.data, beside)
 
     def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
-        """Begin to copy a region into new device memory, [size] of uint8, which must not be read before the wait."""
+        """Copy a region into new device memory, [size] of uint8, which must not be read before the returned wait."""
         assert region.data is not None
         target = torch.empty(region.size, dtype=torch.uint8, device=self.device)
         return target, self._copy(region.data, target, beside)
 
     def finish(self) -> None:
-        """Wait for all copies before the tier's memory is read: their waits hold up an accelerator, not the caller."""
+        """Wait for all copies before the host reads the tier: a `Wait` of an accelerator blocks only its stream."""
         accelerator.synchronize(self.device)
 
     def give_back(self, region: HostRegion) -> None:
-        """Release a region; no copy of it may be under way."""
+        """Release a region, of which all copies have ended."""
         self.bytes -= region.size
         self._free[region.size].append(region)
 
@@ -142,9 +142,9 @@ class HostTier:
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
             return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         try:
-            # It has no name any more when it is used, so that it goes with the process, however that ends.
+            # the file has no name, so that it is removed with the process, however the process ends
             with tempfile.TemporaryFile(dir=self.options.place) as file:
-                # On a full disk this fails here, and not with a signal when the memory is written to.
+                # a full disk raises an error here, instead of a signal at a later write to the memory
                 os.posix_fallocate(file.fileno(), 0, size)
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
@@ -167,14 +167,14 @@ class HostTier:
         return lambda: self._settle(under_way)
 
     def carry(self, source: Tensor, target: Tensor) -> None:
-        """Make one copy on a CPU, in the thread of the copies."""
+        """Copy one tensor on a CPU; runs in the thread for copies."""
         begin = time.monotonic()
         target.copy_(source)
         if self.options.bandwidth is not None:
             time.sleep(max(0.0, begin + source.numel() / self.options.bandwidth - time.monotonic()))
 
     def _carry_out(self, ends: list[Tensor]) -> None:
-        # The thread holds nothing any more when the wait is over, so that memory is freed where the program frees it.
+        # the thread must hold no tensor after the copy, so that the program decides when memory is freed
         source, target = ends
         ends.clear()
         self.carry(source, target)
@@ -213,13 +213,13 @@ def _nothing() -> None:
 
 # -- Offloads the tensors of one call of a stage to the host tier, every storage once.
 #
-# `torch.autograd.graph.saved_tensors_hooks` takes the tensors that autograd saves. They stay where they are until
-# `leave` has copied their storages and `settle` has released them. `come_back` brings the storages back to the
-# device; a tensor that is asked for before its copy has ended waits for it.
+# `torch.autograd.graph.saved_tensors_hooks` takes the tensors that autograd saves. They stay on the device until
+# `leave` has copied their storages and `settle` has freed them. `come_back` copies the storages back to the device;
+# reading a tensor waits for the copy.
 
 
 class _Storage:
-    """Offloaded storage. tensors: by number, while on the device. forms: (dtype, size, stride, offset) of all."""
+    """Offloaded storage. tensors: by number, only while on the device. forms: (dtype, size, stride, offset) of each."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -250,7 +250,7 @@ class _Storage:
 
 
 class OffloadedTensor:
-    """Tensor that an `OffloadedCall` has taken; it keeps its storage's memory, and nothing else does."""
+    """Tensor of an `OffloadedCall`; its storage's memory lives as long as such tensors refer to it."""
 
     __slots__ = ("number", "storage")
 
@@ -267,8 +267,8 @@ class OffloadedCall:
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
-        # Storages on the device, by address, which is valid as long as their tensors hold them; and those in the tier,
-        # by the order in which they left, so that memory is requested in one order.
+        # storages on the device, by address, which stays theirs while their tensors are alive; and storages in the
+        # tier, by the order in which they left, so that device memory is requested in a fixed order
         self._here: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._away: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._order = itertools.count()
@@ -276,7 +276,7 @@ class OffloadedCall:
         self._copies: list[Wait] = []
 
     def take(self, tensor: Tensor) -> OffloadedTensor:
-        """Take a tensor, whose storage leaves with the call."""
+        """Add a tensor to the call; its storage will be offloaded."""
         key = tensor.untyped_storage()._cdata
         storage = self._here.get(key)
         if storage is None:
@@ -284,7 +284,7 @@ class OffloadedCall:
         return OffloadedTensor(storage, storage.add(tensor))
 
     def taking_what_is_saved(self, apart_from: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Context in which tensors that autograd saves are taken, except those on the storages of `apart_from`."""
+        """Context that adds all tensors that autograd saves, except those on the storages of `apart_from`."""
         stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
 
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
@@ -296,7 +296,7 @@ class OffloadedCall:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def leave(self, beside: bool) -> None:
-        """Begin to copy all storages that are still needed to the tier; see `HostTier.leave`."""
+        """Begin to copy all live storages to the tier; see `HostTier.leave`."""
         for storage in list(self._here.values()):
             tensor = next(iter(storage.tensors.values()))
             if storage.region is None and tensor.untyped_storage().nbytes():
@@ -305,7 +305,7 @@ class OffloadedCall:
                 self._copies.append(storage.wait)
 
     def settle(self) -> None:
-        """Wait until all have left, and release the device's memory."""
+        """Wait for the copies of `leave`, and free the device memory."""
         for key, storage in list(self._here.items()):
             if storage.region is not None:
                 storage.arrive()
@@ -314,7 +314,7 @@ class OffloadedCall:
                 del self._here[key]
 
     def come_back(self, beside: bool) -> None:
-        """Begin to bring back all storages that have left and are still needed."""
+        """Begin to copy back all live storages that are in the tier."""
         self.settle()
         for storage in list(self._away.values()):
             if storage.returned is None:
@@ -323,9 +323,9 @@ class OffloadedCall:
                 self._copies.append(storage.wait)
 
     def end(self) -> None:
-        """Release the host's memory: all tensors that were taken have been read, or are not wanted any more."""
+        """Release the tier's memory; no tensor of the call may be read afterwards."""
         for wait in self._copies:
-            with contextlib.suppress(Exception):  # the reader of that copy has had the error
+            with contextlib.suppress(Exception):  # the reader of the copied tensor got the error
                 wait()
         self._copies.clear()
         while self._regions:
@@ -333,7 +333,7 @@ class OffloadedCall:
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
-    """Tensor in this memory layout; contiguous where several elements would share a place, as after `expand`."""
+    """Tensor in this memory layout; contiguous where the strides would overlap elements, as those of `expand`."""
     if tensor.stride() == tuple(stride):
         return tensor
     if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
@@ -342,19 +342,19 @@ def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 class GradientBox:
-    """Receiver of the gradient of a tensor that a graph reads and nothing holds; in `grad`, as a leaf's."""
+    """Receiver of the gradient of a graph's input that is not kept on the device; like a leaf, it has `grad`."""
 
     def __init__(self, stride: tuple[int, ...]) -> None:
         self.grad: Tensor | None = None
         self._stride = stride
 
     def stride(self) -> tuple[int, ...]:
-        """Stride of the tensor, which its gradient gets as well."""
+        """Stride of the input and of its gradient."""
         return self._stride
 
 
 class _Entry(torch.autograd.Function):
-    """Beginning of a graph, in place of a leaf, since autograd holds every leaf."""
+    """Input node of a graph, used instead of a leaf, since autograd keeps every leaf alive."""
 
     @staticmethod
     def forward(context: Any, anchor: Tensor, tensor: Tensor, box: GradientBox) -> Tensor:
@@ -368,7 +368,7 @@ class _Entry(torch.autograd.Function):
 
 
 def entered(tensor: Tensor) -> tuple[Tensor, GradientBox]:
-    """Tensor that a graph can read without holding it, and the box in which its gradient arrives."""
+    """Tensor that a graph can read without keeping it alive, and the box that receives its gradient."""
     box = GradientBox(tensor.stride())
     with torch.enable_grad():
         return _Entry.apply(torch.empty(0, requires_grad=True), tensor, box), box
@@ -376,8 +376,8 @@ def entered(tensor: Tensor) -> tuple[Tensor, GradientBox]:
 
 # -- Keeps optimizer state of some parameters in the host tier between the updates.
 #
-# The optimizer brings the moments of one layer after the other back for its update; copies run beside the updates of
-# the neighbours, so that the device holds those of two layers at most.
+# For the update, the optimizer brings back the moments of one layer after another. Copies overlap the updates of the
+# neighboring layers, so that the device holds the moments of at most two layers.
 
 
 def leaves(value: object) -> bool:
@@ -387,7 +387,7 @@ def leaves(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Form:
-    """Layout of a tensor on its region."""
+    """Layout of a tensor on its `HostRegion`."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -398,10 +398,10 @@ class _Form:
 
 
 class HostMoments:
-    """Moments of the trained parameters of some layers.
+    """Offloaded moments of the trained parameters of some layers.
 
-    tier: gives all memory now, so that no later update can fail for want of it. sizes: parameter -> bytes of its
-    optimizer state by key (`Recipe.kept`). Raises CapslogError where the tier is full.
+    tier: all memory is reserved now, so that no later update can run out of it. sizes: bytes of the optimizer state, by
+    parameter and key (`Recipe.kept`). Raises CapslogError where the tier is full.
     """
 
     def __init__(self, tier: HostTier, sizes: Mapping[nn.Parameter, Mapping[str, int]]) -> None:
@@ -416,15 +416,15 @@ class HostMoments:
         self._on_their_way: dict[nn.Parameter, tuple[dict[str, Tensor], list[Wait]]] = {}
 
     def __contains__(self, parameter: object) -> bool:
-        """True where the moments of the parameter wait here."""
+        """True where the parameter's moments are offloaded."""
         return parameter in self._regions
 
     def staying(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """State of a parameter that is not offloaded, by key."""
+        """State of a parameter that is too small to be offloaded, by key."""
         return self._others[parameter]
 
     def live(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """State of a parameter that waits here, by key, without a copy: tensors on the host's memory."""
+        """State of a parameter, by key, without a copy: offloaded tensors are views of the host's memory."""
         self.settle()
         self._tier.finish()
         moments = dict(self._others[parameter])
@@ -435,7 +435,7 @@ class HostMoments:
         return moments
 
     def leave(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
-        """Begin to copy the state of a parameter to the tier ({}: it has none), until `settle`."""
+        """Begin to copy the state of a parameter to the tier ({}: no state); `settle` ends this."""
         regions, forms = self._regions[parameter], self._forms[parameter]
         forms.clear()
         self._others[parameter] = {key: value for key, value in moments.items() if not leaves(value)}
@@ -467,7 +467,7 @@ class HostMoments:
             self._on_their_way[parameter] = tensors, [wait for _, wait in copies.values()]
 
     def take(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """State of a parameter that was called, on the device."""
+        """State of a parameter on the device, after `call`."""
         tensors, waits = self._on_their_way.pop(parameter)
         for wait in waits:
             wait()

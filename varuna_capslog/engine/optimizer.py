@@ -1,7 +1,7 @@
-"""Optimizer over one rank's layers, its state addressed by layer and parameter name.
+"""Optimizer over one rank's layers; its state is addressed by layer and parameter name.
 
-Every rank steps its own parameters by the run's `Recipe`. The learning rate is a function of the step, so the only
-other state is float16's loss scale. Each rank steps a shared parameter once, with the same gradient everywhere.
+Every rank steps its own parameters by the run's `Recipe`. The learning rate is a function of the step; the only other
+state is float16's loss scale. Each rank steps a shared parameter once, with the same gradient on all ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["StageOptimizer", "step_alike"]
 
 
 class StageOptimizer:
-    """Optimizer of the trained parameters of some layers, or of their float32 masters where they have some.
+    """Optimizer of the trained parameters of some layers, or of their float32 masters.
 
     Args:
-        away: numbers of the layers whose moments, and averages, wait in the host tier `tier` between the updates.
-        updates: with the other holders of the layers, where one of them updates some for all; the gradients of layers
-            that another one updates are dropped here.
+        away: numbers of the layers whose moments and averages are in the host tier `tier` between the updates.
+        updates: exchange with other holders of the layers, if one rank updates some layers for all; gradients of layers
+            that another rank updates are dropped.
         loss_scale: of the first step (the attribute: of the next step); None: the loss is not scaled.
 
     Attributes:
-        parameters: all that are trained, by address, with their gradients; of a shared parameter the first leaf here.
-        values: what is stepped, by address: each parameter, or its master.
+        parameters: all trained parameters by address, with gradients; for a shared parameter its first leaf.
+        values: the stepped tensors by address: each parameter, or its master.
 
     Raises CapslogError where the tier is full.
     """
@@ -54,10 +54,10 @@ class StageOptimizer:
         self._rounded = [layer for layer in layers if layer.masters]
         self._elsewhere: dict[str, nn.Parameter] = {}
         self._in_turn: list[list[nn.Parameter]] = []
-        """Parameters of each layer whose moments are kept in another type than they are stepped in, or wait in the host
-        tier; the latter come last."""
+        """Layers that are stepped one after another, each as its parameters: first those whose moments are rounded
+        between steps, then those whose moments are offloaded."""
         self._places: dict[nn.Parameter, Mapping[str, Any]] = {}
-        """The kept state of the parameters of the layer that is being stepped, into which it is rounded again."""
+        """Kept state of the current layer's parameters, into whose memory the stepped state is rounded."""
         waiting: list[list[nn.Parameter]] = []
         for layer in layers:
             parameters, values = [], layer.values
@@ -89,10 +89,10 @@ class StageOptimizer:
             self._keep(value, recipe.rounded(value, self._kept(value)))
 
     def step(self, step: int, scale: float) -> float:
-        """Apply the gradients times `scale` (the verdict's) and drop them; return the learning rate.
+        """Apply the gradients, times the verdict's `scale`, and drop them; return the learning rate.
 
         Scale 0 skips the step: neither parameters nor averages change, and the optimizer counts no step. Raises
-        PeerLost where a rank is gone from which updated values were to come.
+        PeerLost where a rank is gone that updates some layers for this rank.
         """
         rate = self._begin(step, scale)
         if not scale:
@@ -120,7 +120,7 @@ class StageOptimizer:
         return rate
 
     def _hand_to_masters(self) -> None:
-        """Move gradients from 16-bit parameters to their masters, whose type they have."""
+        """Move gradients from 16-bit parameters to their masters; both are float32."""
         for address, value in self.values.items() if self._rounded else ():
             parameter = self.parameters[address]
             if value is not parameter:
@@ -135,14 +135,14 @@ class StageOptimizer:
             self.loss_scale = self.loss_scale.after(applied=scale > 0)
         rate = self._recipe.rate.at(step)
         for group in self._torch.param_groups:
-            if isinstance(group["lr"], Tensor):  # compiled code reads it there
+            if isinstance(group["lr"], Tensor):  # compiled code reads this tensor
                 group["lr"].fill_(rate * group["lr_factor"])
             else:
                 group["lr"] = rate * group["lr_factor"]
         return rate
 
     def _bring_back(self, number: int) -> None:
-        """Put one layer's moments on the device, as they are stepped; begin to bring back those of the next layer."""
+        """Put one layer's moments on the device in their stepped type; begin to bring back the next layer's."""
         if number == 0:
             self._call(0)
         for parameter in self._in_turn[number]:
@@ -150,7 +150,7 @@ class StageOptimizer:
             kept = self._away.take(parameter) if waits and self._away is not None else self._kept(parameter)
             self._places[parameter] = kept
             self._keep(parameter, self._recipe.widened(parameter, kept))
-        # those of the layer before have left when the next ones come
+        # the moments of the layer before must be freed before those of the next layer come
         if self._away is not None:
             self._away.settle()
         self._call(number + 1)
@@ -192,17 +192,17 @@ class StageOptimizer:
 
     @property
     def _steps_in_one_call(self) -> bool:
-        """True where its step is one call of torch's fused AdamW, and nothing else."""
+        """True where the step is one call of torch's fused AdamW."""
         beside = self._recipe.ema is not None or self._updates is not None or self._in_turn
         trained = [self.values[address] for address, parameter in self.parameters.items() if parameter.grad is not None]
         return self._is_plain and not beside and self._have_moments(trained)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the parameters the values of their averages for the block; without averages nothing changes.
+        """Context in which parameters have the values of their averages; without averages nothing changes.
 
         Values are exchanged in place, since all uses of a shared parameter are leaves on one storage. Where ranks
-        update some layers for others, all of them enter and leave together. Raises PeerLost as `step`.
+        update layers for others, all of them enter and leave the context together. Raises PeerLost as `step`.
         """
         handed = self._updates if self._recipe.ema is not None else None
         self._exchange()
@@ -214,7 +214,7 @@ class StageOptimizer:
         finally:
             self._exchange()
             self._round()
-        if handed is not None:  # not where an error ends the run, in which others may be elsewhere
+        if handed is not None:  # not after an error: other ranks may not come here
             handed.hand_on()
             self._round()
 
@@ -233,17 +233,17 @@ class StageOptimizer:
                 average.copy_(value)
 
     def step_together(self) -> None:
-        """Step all parameters together, as CUDA's default does, also where they seem to be on the CPU."""
+        """Step all parameters together, as by default on CUDA, also on the CPU (for estimates)."""
         for group in self._torch.param_groups:
             if "foreach" in group:
                 group["foreach"], group["fused"] = True, None
         self._is_plain = False
 
     def moments(self, address: str) -> dict[str, Any]:
-        """State kept of an address, by key, such as {"exp_avg", "exp_avg_sq", "step"} and, with an average, "ema".
+        """Optimizer state of a parameter, by key, such as "exp_avg", "exp_avg_sq", "step" and, with an average, "ema".
 
-        Tensors are live, not copies; an optimizer may also keep plain numbers. {} before its first step, and for
-        parameters that are not trained here.
+        Tensors are live, not copies; an optimizer may also keep plain numbers. {} before the first step, and for
+        parameters that this rank does not train.
         """
         parameter = self.values.get(address)
         if parameter is None:
@@ -253,7 +253,7 @@ class StageOptimizer:
         return self._kept(parameter)
 
     def resident(self) -> list[Tensor]:
-        """Tensors kept on the device for all parameters between the updates."""
+        """Optimizer state on the device between the updates."""
         tensors: list[Tensor] = []
         away = self._away
         for parameter in self.values.values():
@@ -266,7 +266,7 @@ class StageOptimizer:
         return {**in_parts(self._torch.state.get(parameter, {})), **({} if average is None else {AVERAGE: average})}
 
     def _keep(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
-        """Replace the state kept of a parameter on the device ({}: none)."""
+        """Replace a parameter's state on the device ({}: remove it)."""
         self._averages.pop(parameter, None)
         self._torch.state.pop(parameter, None)
         taken = dict(moments)
@@ -277,8 +277,8 @@ class StageOptimizer:
             self._torch.state[parameter] = self._recipe.joined(parameter, taken)
 
     def take_moments(self, address: str, moments: Mapping[str, Any], copy: bool) -> None:
-        """Take over the state kept of an address ({}: start afresh); an address that is not updated here is ignored.
-        `copy=False` takes the tensors themselves. Raises CapslogError where another optimizer kept the state.
+        """Set a parameter's optimizer state ({}: start afresh); does nothing for a parameter that this rank does not
+        update. copy=False: use the tensors themselves. Raises CapslogError for the state of another optimizer.
         """
         parameter = self.values.get(address)
         if parameter is None or address in self._elsewhere:
@@ -302,7 +302,7 @@ class StageOptimizer:
 
 
 def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) -> None:
-    """Step optimizers of one recipe in one call where possible: to the same bits, as parameters do not mix."""
+    """Step optimizers of one recipe in one call where possible; the bits are the same, as parameters do not mix."""
     together = [optimizer for optimizer in optimizers if optimizer._steps_in_one_call] if scale else []
     for optimizer in optimizers:
         if optimizer not in together:
@@ -319,8 +319,8 @@ def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) ->
 
 
 def _step_plainly(optimizers: Sequence[StageOptimizer], scale: float) -> None:
-    """Do the same as `AdamW.step`, for all groups with equal settings at once, without its search for hooks, profilers
-    and gradients, which takes longer than the step for layers of some thousand parameters.
+    """Make the step of `AdamW.step`, for all groups with equal settings at once. It skips the search of `AdamW.step`
+    for hooks, profilers and gradients, which takes longer than the step for layers of some thousand parameters.
     """
     alike: dict[tuple[float, float], list[tuple[nn.Parameter, Tensor, Mapping[str, Tensor]]]] = {}
     for optimizer in optimizers:

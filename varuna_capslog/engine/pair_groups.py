@@ -1,7 +1,7 @@
-"""Groups of two ranks that carry tensors one way: NCCL's, or others that behave like it.
+"""Groups of two ranks that carry tensors in one direction: NCCL's, or groups that behave like NCCL's.
 
-Such a group has no tags: the n-th send meets the n-th receive. Its operations may wait for ever for a lost peer, until
-another thread aborts the group; the received tensor is then worthless, and no error says so.
+Such a group has no tags: the n-th send meets the n-th receive. Its operations wait for a lost peer until another thread
+aborts the group; the received tensor is then worthless, and no error says so.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class NotOpened(PeerLost):
 
 
 class Waiting(Protocol):
-    """Message under way, as torch's `Work`."""
+    """Send or receive in progress, such as torch's `Work`."""
 
     def wait(self) -> Any:
-        """Wait until later work on this device may use the tensor; raises RuntimeError."""
+        """Wait until later work on this device may use the tensor. Raises RuntimeError."""
 
 
 class PairGroup(Protocol):
-    """Group of two ranks (number 0 sends, number 1 receives): the used part of the interface of torch's groups."""
+    """Group of two ranks (number 0 sends, number 1 receives): the part of torch's group interface that we use."""
 
     def send(self, tensors: list[Tensor], number: int, tag: int) -> Waiting:
         """Begin to send one tensor of bytes to the rank of this number."""
@@ -52,12 +52,12 @@ class PairGroup(Protocol):
         """Begin to receive one tensor of bytes from the rank of this number."""
 
     def abort(self) -> None:
-        """End all operations on this side; no tensor is written to afterwards. Callable from any thread, repeatedly."""
+        """End all operations on this rank, after which no tensor is written. Any thread may call it, repeatedly."""
 
 
 Opener: TypeAlias = "Callable[[dist.Store, int, datetime.timedelta], PairGroup]"
-"""Called by both ranks with a store of the pair's own, the rank's number in the group and the longest wait for the
-other one; it may return before the two have met. Raises RuntimeError."""
+"""Opens a group; both ranks call it with a store for this pair only, the rank's number in the group, and the longest
+wait for the peer. It may return before the peers are connected. Raises RuntimeError."""
 
 
 def opener_of(transport: str) -> Opener | None:
@@ -71,8 +71,8 @@ def opener_of(transport: str) -> Opener | None:
 
 
 def _open_nccl(store: dist.Store, number: int, timeout: datetime.timedelta) -> PairGroup:
-    # else torch ends the whole process where a message is late, or where an abort does not return; here a late message
-    # ends a generation (both variables are described in torch's ProcessGroupNCCL.hpp)
+    # by default torch ends the whole process for a late message, or an abort that does not return; here a late message
+    # ends only a generation (torch's ProcessGroupNCCL.hpp describes both variables)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     options = dist.ProcessGroupNCCL.Options()
@@ -82,8 +82,8 @@ def _open_nccl(store: dist.Store, number: int, timeout: datetime.timedelta) -> P
 
 
 class PairGroups:
-    """Groups of one rank in one generation. timeout: longest wait for a peer. late: called once, from another thread,
-    where a peer does not answer in time, with the operation and the reason.
+    """Pair groups of one rank in one generation. timeout: longest wait for a peer. late: called once, from another
+    thread, with operation and reason, when a peer does not answer in time.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PairGroups:
         self.progress = Progress(timeout.total_seconds(), device, late)
 
     def begin(self, pairs: Iterable[tuple[int, int]], opener: Opener) -> None:
-        """Begin to open the groups of those of these ordered pairs that include this rank, once each."""
+        """Begin to open groups for the ordered pairs that include this rank, unless they were begun before."""
         begun = {pair: Future[None]() for pair in sorted(pairs) if self._rank in pair and pair not in self._begun}
         self._begun |= begun
 
@@ -119,16 +119,16 @@ class PairGroups:
                 if not future.done():
                     future.set_exception(error)
 
-        if begun:  # in a thread, as nothing can break it off
+        if begun:  # in a thread, as opening cannot be interrupted
             OwnedThread("open-pairs", connect, end).start()
 
     @property
     def settled(self) -> bool:
-        """True while no group is being opened."""
+        """True unless a group is being opened."""
         return all(future.done() for future in [*self._begun.values()])
 
     def wait(self, pair: tuple[int, int]) -> None:
-        """Wait until a begun pair's group is open, or all are aborted. Raises RuntimeError where it cannot open."""
+        """Wait until a pair's begun group is open, or all are aborted. Raises RuntimeError if it cannot be opened."""
         while not self._aborted.is_set():
             if wait([self._begun[pair]], _LOOK_SECONDS).done:
                 self._begun[pair].result()
@@ -147,14 +147,14 @@ class PairGroups:
             if not aborted:
                 self._meet(group, sum(pair) - self._rank, sends)
         finally:
-            if self._aborted.is_set():  # once more: NCCL connects in the first message, also after an abort
+            if self._aborted.is_set():  # abort again: NCCL connects with the first message, even after an abort
                 self._end(group)
 
     def _meet(self, group: PairGroup, peer: int, sends: bool) -> None:
-        """Send or receive a first message: only with it does NCCL connect."""
+        """Send or receive a first message, with which NCCL connects."""
         with contextlib.ExitStack() as stack:
             if self._device.type != "cpu":
-                # a stream of its own: the stream of a training beside this must not wait for a peer that is yet to come
+                # a separate stream: training may go on meanwhile, and its stream must not wait for an absent peer
                 stream = stack.enter_context(torch.Stream(self._device))
                 stack.callback(stream.synchronize)
             first = torch.zeros(1, dtype=torch.uint8, device=self._device)
@@ -163,7 +163,7 @@ class PairGroups:
                 work.wait()
 
     def route(self, source: int, destination: int) -> tuple[PairGroup, int]:
-        """Group from one rank to the other, and the other's number in it. Raises RuntimeError after an abort."""
+        """Group from `source` to `destination`, and the peer's number in it. Raises RuntimeError after an abort."""
         group = self._groups.get((source, destination))
         if group is None and self._aborted.is_set():
             raise RuntimeError("the groups of this generation were aborted")
@@ -171,10 +171,10 @@ class PairGroups:
         return group, 1 if source == self._rank else 0
 
     def abort(self) -> None:
-        """End everything that is open or being opened, and wait for it; callable from any thread, repeatedly.
+        """End all groups, also those being opened, and wait for that. Any thread may call it, repeatedly.
 
-        All groups end at a time: some versions of NCCL wait until the peer has aborted its side, too, and some never
-        return, which are left alone after some seconds. Nothing here keeps an ended group.
+        All groups end concurrently: in some versions of NCCL an abort waits until the peer has aborted, too, and in
+        some it never returns; after some seconds this method stops waiting. No reference to an ended group is kept.
         """
         self.progress.close()
         with self._lock:
@@ -190,7 +190,7 @@ class PairGroups:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _end(self, group: PairGroup) -> None:
-        with contextlib.suppress(RuntimeError):  # it is of no more use; if the device has failed, others will see it
+        with contextlib.suppress(RuntimeError):  # the group is not used again, and others will see a failed device
             group.abort()
         accelerator.synchronize(self._device)  # memory that an aborted kernel writes to may be used again only after it
 
@@ -198,11 +198,11 @@ class PairGroups:
 class Progress:
     """Watchdog over the waits for messages of pair groups, which have no time limit.
 
-    On an accelerator a wait holds back the device's stream, not the caller: what counts there is that the stream gets
-    past one wait after the other.
+    On an accelerator a wait blocks the device's stream, not the caller: there the stream makes progress when it passes
+    a wait.
 
-    limit: seconds without any progress while something is waited for. end: called once, from a thread of this object,
-    with the operation and the reason why it ended.
+    limit: seconds without progress while a wait is pending. end: called once, from this object's thread, with the
+    operation and the reason.
     """
 
     def __init__(self, limit: float, device: torch.device, end: Callable[[str], None]) -> None:
@@ -215,7 +215,7 @@ class Progress:
 
     @contextlib.contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Context around the wait for a message. `doing`: the operation, for the error message."""
+        """Context around the wait for a message. doing: the operation, for the error message."""
         message: list[Any] = [doing, None]
         with self._lock:
             if not self._waits:
@@ -232,7 +232,7 @@ class Progress:
                     message[1] = accelerator.current_stream(self._device).record_event()
 
     def close(self) -> None:
-        """End the watch."""
+        """End the thread."""
         self._closed.set()
 
     def _look(self) -> None:
@@ -249,7 +249,7 @@ class Progress:
 
 
 def _is_past(event: torch.Event | None) -> bool:
-    """True where the stream got past a wait, or the device has failed, which the caller's own thread will see."""
+    """True where the stream has passed a wait, or the device has failed, which the caller's own thread will see."""
     try:
         return event is not None and event.query()
     except RuntimeError:

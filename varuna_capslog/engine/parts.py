@@ -1,9 +1,9 @@
-"""Parts of a layer that run again inside its backward (selective activation checkpointing).
+"""Recomputes parts of a layer inside its backward (selective activation checkpointing).
 
-Autograd's graph is that of the layer as it is, so every sum of gradients keeps its order: only what the graph saves is
-replaced. Of the operations of a part it saves nothing but what enters them; at the first of its saved tensors that the
-backward reads, the part runs once more, from the same random numbers. What norms return is not saved either where a
-later operation of the layer reads it as it is: the same second run makes it.
+The autograd graph is that of the unchanged layer, so every sum of gradients keeps its order; only the saved tensors are
+replaced. Of a part, the graph keeps only the part's inputs. When the backward reads the first saved tensor of the part,
+the part runs again with the same random numbers. The outputs of norms are not saved either where a later operation of
+the layer reads them unchanged: the second run computes them.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["PartedForward", "check_parts"]
 
 
 def check_parts(chain: Chain, layout: Layout) -> None:
-    """Raise CapslogError where a memory interval names a part that a layer does not show as a run of operations."""
+    """Raise CapslogError where a memory interval names a part that is no run of operations in its layer's graph."""
     shown = set()
     for number, stage in enumerate(layout.stages):
         for layer, parts in recomputed_parts(stage):
             key = run_signature([chain.layers[layer]]), parts
-            if key not in shown:  # of equal blocks one is enough
+            if key not in shown:  # equal blocks are checked once
                 fields.within(f"stages[{number}].memory", functools.partial(parts_of_layer, chain.layers[layer], parts))
                 shown.add(key)
 
 
 class PartedForward:
-    """Forward of a layer with a graph, called in the place of its module."""
+    """Forward of a layer that recomputes parts; called instead of the layer's module."""
 
     def __init__(self, layer: EngineLayer, parts: Sequence[str]) -> None:
         self._module, layer_parts = parts_of_layer(layer.layer, parts)
@@ -66,7 +66,7 @@ class PartedForward:
 
 
 class _Returned(NamedTuple):
-    """Tensor that a part has returned in the present forward of the layer. version: of its contents."""
+    """Output of a part in the current forward of the layer. version: the tensor's, which a change in place raises."""
 
     storage: StorageWeakRef
     version: int
@@ -75,7 +75,7 @@ class _Returned(NamedTuple):
 
 
 class _Reread(NamedTuple):
-    """View of what a part has returned, which nothing holds: the part's second run makes it."""
+    """Description of a view of a part's output, which is not kept: the part's second run computes it."""
 
     call: _PartCall
     place: int
@@ -84,15 +84,15 @@ class _Reread(NamedTuple):
     offset: int
 
     def restored(self) -> Tensor:
-        """Return the tensor, made again."""
+        """Return the recomputed view."""
         return self.call.output(self.place).as_strided(self.size, self.stride, self.offset)
 
 
 def _reread(tensor: Tensor, returned: Sequence[_Returned]) -> _Reread | None:
-    """Return a view's description in the place of a tensor that a part has returned; None for any other tensor."""
+    """Describe a tensor that is a view of a part's output; None for any other tensor."""
     address = tensor.untyped_storage()._cdata
     for storage, version, call, place in returned:
-        # the contents of a tensor that has changed since cannot be made again
+        # a tensor that changed after the part returned it cannot be recomputed
         if storage.cdata == address and not storage.expired() and tensor._version == version:
             if tensor.dtype != call.dtypes[place]:
                 return None
@@ -106,14 +106,14 @@ def _unpacked(kept: Tensor | _Reread) -> Tensor:
 
 
 class _PartModule(nn.Module):
-    """Part of a layer in its graph. returned: what parts of the layer's present forward have returned."""
+    """Module of a part in the layer's graph. returned: list of outputs of parts in the layer's current forward."""
 
     def __init__(self, part: LayerPart, layer: EngineLayer, returned: list[_Returned]) -> None:
         super().__init__()
         self.part, self.layer, self._returned = part, layer, returned
 
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
-        """Run the part; a graph saves only what enters it."""
+        """Run the part so that its graph saves only the inputs."""
         call = _PartCall(self.part, self.layer, values, self._returned)
         with saved_tensors_hooks(call.pack, call.unpack):
             outputs: tuple[Tensor, ...] = self.part.body(*values)
@@ -126,13 +126,13 @@ class _PartModule(nn.Module):
 
 
 class _Stop(Exception):
-    """End of a second run: it has made all that is missing."""
+    """Signal that ends a second run once all missing tensors are computed."""
 
 
 class _PartCall:
     """One forward of a part, and its second run in the backward.
 
-    readers: saved tensors that are to be made from its outputs. dtypes: of these.
+    readers: number of kept views of its outputs (`_Reread`). dtypes: of its outputs, for a norm.
     """
 
     def __init__(
@@ -148,18 +148,18 @@ class _PartCall:
         self.dtypes: tuple[torch.dtype, ...] = ()
 
     def pack(self, _: Tensor) -> int:
-        """Take a tensor that the graph saves; return its number."""
+        """Replace a tensor that the graph saves by its number."""
         self._count += 1
         return self._count - 1
 
     def unpack(self, number: int) -> Tensor:
-        """Return the tensor of this number, made again."""
+        """Return the recomputed tensor of this number."""
         if number not in self._saved:
             self._run_again()
         return self._saved.pop(number)
 
     def output(self, place: int) -> Tensor:
-        """Return what the part has returned in this place, made again."""
+        """Return the part's recomputed output number `place`."""
         outputs = self._outputs or self._run_again()
         self.readers -= 1
         if self.readers <= 0:
@@ -200,14 +200,14 @@ class _PartCall:
 
 
 class _Input(NamedTuple):
-    """Tensor that enters a part; nothing behind it in the layer changes it (`parts_of_layer`). carries: a gradient."""
+    """Input of a part, which no later operation of the layer changes (`parts_of_layer`). carries: it has a gradient."""
 
     kept: Tensor | _Reread
     carries: bool
 
     @classmethod
     def of(cls, tensor: Tensor, returned: Sequence[_Returned]) -> _Input:
-        """Keep a tensor without its graph."""
+        """Keep an input tensor without its graph."""
         return cls(_reread(tensor, returned) or tensor.detach(), tensor.requires_grad)
 
     def restored(self) -> Tensor:

@@ -1,7 +1,8 @@
-"""A training step of one rank: run the schedule, add the gradients, vote, apply.
+"""Our engine. `step.train_step` or `training.loop` drives a step: `PipelineEngine.compute`, `vote`, then `apply`.
 
-Commit rule: nothing of the model changes before every rank knows that the whole step is finite, and no message is sent
-after that. The engine knows plans, not planners, and no files.
+`compute` calls `executor.Executor.run`, which calls the methods of each `stage.Stage`; then it sums the gradients
+(`replicated`). `vote` calls `step.Poll.hold`, `apply` calls `optimizer.StageOptimizer.step`. Commit rule: the model
+changes only after every rank knows that the whole step is finite. The engine knows plans, but no planners or files.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ __all__ = ["PipelineEngine", "Ready", "build"]
 
 @dataclass(frozen=True)
 class Ready:
-    """Parts that the process has already, so that a new engine need not make them.
+    """Existing objects of this process, which a new engine uses instead of making its own.
 
     Attributes:
-        table: shapes of this chain. tier: for offloading; None: a new one, as the options say.
-        layers: of an earlier engine of this process, by index (see `take_layers`), without their optimizer moments,
-            which `layer_state.install` brings.
-        part_names: of an earlier engine, where all ranks know them; they spare the first vote a gather.
-        device_type: of the device that a run on fake tensors is for; None: of the engine's device.
+        table: shapes of this chain. tier: host tier for offloading; None: the engine makes one from its options.
+        layers: layers of an earlier engine in this process, by index (see `take_layers`), without their optimizer
+            moments, which `layer_state.install` brings.
+        part_names: names of the loss parts, only where all ranks know them; the first vote then needs no gather.
+        device_type: type of device that a run on fake tensors stands for; None: that of the engine's device.
     """
 
     table: ShapeTable | None = None
@@ -70,13 +71,13 @@ class Ready:
 
 
 class PipelineEngine:
-    """Engine of one rank of a training run on our executor; see `interface.Engine`.
+    """Our engine on one rank of a training run; see `interface.Engine`.
 
     Args:
-        chain, loss: as for `EngineParts`; the engine takes the layers it needs.
-        communicator: connects at least `layout.world_size` ranks. Ranks beyond it are idle: they only vote.
+        chain, loss: as for `EngineParts`; the engine takes only the layers of its stages.
+        communicator: connects at least `layout.world_size` ranks. Further ranks are idle: they only vote.
 
-    Raises CapslogError for cuts that do not fit the chain, a schedule that cannot run, a module with state of its own.
+    Raises CapslogError for a layout that does not fit chain, options or ranks; `compute`, for an impossible schedule.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class PipelineEngine:
         away, scale = layout.moments_away(self.rank), options.loss_scale
         self.optimizer = StageOptimizer(self.layers, options.recipe, away, tier, updates, scale)
         self._observer = observer
-        # on fake tensors there is nothing to compile: such runs are of the layers as they are
+        # a run on fake tensors uses the layers uncompiled
         self._compiler = None if ready.device_type else self._made_compiler()
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
@@ -187,7 +188,7 @@ class PipelineEngine:
     # -- microbatches ------------------------------------------------------------------------------------------------
 
     def _contexts(self, minibatch: Minibatch, step: int) -> Contexts:
-        """Context of each call's microbatches, made once per call."""
+        """Function from the microbatches of a call to their context, which is made once per call."""
         loss_scale = self.optimizer.loss_scale
         scale = 1.0 if loss_scale is None else loss_scale.scale
 
@@ -203,11 +204,11 @@ class PipelineEngine:
         return context
 
     def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> tuple[LateSpecs, Reach]:
-        """Specs of all values for these inputs, and the gradients that come back."""
+        """Specs of all values for these inputs, and the values for which a backward computes gradients."""
         key = tuple(sorted(inputs.items()))
         cached = self._specs.get(key)
         if cached is None:
-            # without the engine, which would live, with its threads, until garbage is collected
+            # the lambda must not hold the engine: that cycle would keep its threads until garbage collection
             chain, table = self.chain, self.table
             specs = LateSpecs(inputs, lambda: specs_of_values(chain, table.boundaries(inputs)))
             if self._graph.edges:
@@ -219,7 +220,7 @@ class PipelineEngine:
         return Executor(self.communicator, lowered, self.stages, self._routes, self._observer, joining)
 
     def _joining(self, contexts: Contexts) -> Joining | None:
-        """Object that joins and splits calls of different sizes; None where all take one microbatch."""
+        """Object that joins and splits tensors between calls of different sizes; None if all take one microbatch."""
         large = [number for number, grain in enumerate(self._graph.grains) if grain > 1]
         if not large:
             return None
@@ -233,7 +234,7 @@ class PipelineEngine:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
-        """See `Engine.compute`; the sums are over blocks, replicas and shared uses. A failed step is dropped."""
+        """See `Engine.compute`. Sums are over blocks, replicas and uses of shared parameters. Drops a failed step."""
         check_minibatch(minibatch, self.options)
         contexts = self._contexts(minibatch, step)
         if self._compiler is not None:
@@ -298,17 +299,17 @@ class PipelineEngine:
             raise
 
     def update_of(self, index: int) -> dict[str, Tensor]:
-        """Update of a layer that `apply` will make after `compute`, for ranks that hold a copy of the layer.
+        """Tensors from which a rank with a copy of a layer repeats the layer's update; for use after `compute`.
 
-        Returns references, which change with `apply`:
-            "gradients/<name>": of the whole minibatch, times the loss scale; the sum over all uses of a shared
-                parameter.
-            "statistics/<microbatch>/<k>/<module>": of the k-th module call, [2, features]; the module's number.
+        Returns the engine's own tensors, which `apply` changes, by key:
+            "gradients/<name>": gradient of the whole minibatch, times the loss scale; of a shared parameter, the sum
+                over all uses.
+            "statistics/<microbatch>/<k>/<module>": [2, features] of the k-th module call; <module> is a number.
         """
         layer = next(layer for layer in self.layers if layer.index == index)
         update: dict[str, Tensor] = {}
         for name, parameter in layer.parameters.items():
-            # the gradient of a shared parameter lies in the first of its leaves here, which the optimizer steps
+            # the gradient of a shared parameter is on its first leaf on this rank, which the optimizer steps
             gradient = self.optimizer.parameters.get(layer.address(name), parameter).grad
             if gradient is not None:
                 update[f"gradients/{name}"] = gradient
@@ -317,7 +318,7 @@ class PipelineEngine:
         return update
 
     def apply(self, verdict: Verdict) -> float:
-        """See `Engine.apply`: clipping, optimizer, running statistics; a skipped step changes only the last."""
+        """See `Engine.apply`. A skipped step changes only running statistics and the loss scale."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         self._statistics.commit()
         return rate
@@ -333,17 +334,17 @@ class PipelineEngine:
         return self._executor.doing if self._executor else "starting"
 
     def _explain(self, error: BaseException, doing: str) -> None:
-        """Raise PeerLost after an abort: tensors that arrive then are worthless, and so are errors about them."""
+        """Raise PeerLost after an abort, which leaves received tensors worthless; else a clearer error, if any."""
         if isinstance(error, Exception) and not isinstance(error, PeerLost):
             self.communicator.check_open(doing)
             if not isinstance(error, (CapslogError, MemoryError, torch.OutOfMemoryError)):
                 for specs, _ in self._specs.values():
-                    specs.settle()  # a layer that fails on the sizes of its inputs is refused in one sentence
+                    specs.settle()  # raises one sentence where a layer does not accept the sizes of its inputs
 
     def forget(self) -> None:
-        """Drop all traces of a broken-off step."""
+        """Drop all traces of an interrupted step."""
         if self.communicator.aborted:
-            accelerator.synchronize(self.device)  # operations under way still write into tensors of this step
+            accelerator.synchronize(self.device)  # pending operations still write into tensors of this step
         if self._executor is not None:
             self._executor.stopwatch.reset()
         for stage in self.stages.values():
@@ -361,7 +362,7 @@ class PipelineEngine:
     ) -> None:
         """See `Engine.evaluate`."""
         counts = tuple(len(minibatch.inputs) for minibatch in minibatches)
-        # the ways take turns, so that ranks which several of them share serve all of them alike
+        # microbatches of the ways alternate, so that a rank on several ways serves them equally
         turns = sorted((microbatch, way) for way, count in enumerate(counts) for microbatch in range(count))
         executor = self._evaluators.get(counts)
         if executor is None:
@@ -402,13 +403,13 @@ class PipelineEngine:
 
 
 def build(parts: EngineParts) -> PipelineEngine:
-    """Build the engine of `engine: capslog`, and free the chain's other layers: a rank holds only its own."""
+    """Build the engine of `engine: capslog`, and free the parameters of the layers that it does not run."""
     engine = PipelineEngine(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
     parts.chain.release(parameter for layer in engine.layers for parameter in layer.parameters.values())
     return engine
 
 
-@functools.lru_cache(maxsize=16)  # a membership that changes often meets the same layouts again
+@functools.lru_cache(maxsize=16)  # frequent membership changes bring back earlier layouts
 def _lowered(
     schedule: str | tuple[tuple[str, ...], ...],
     k: int,
@@ -418,11 +419,11 @@ def _lowered(
     offload: tuple[bool, ...],
     carrying: frozenset[Edge],
 ) -> Lowered:
-    """Checked program of every rank.
+    """Program of every rank, validated and without deadlock.
 
-    schedule, k: its name and the microbatches of its groups (`RunShape`), or the actions of every rank.
-    in_flight, recompute, offload: per stage, its limit, and whether a part of it runs again, or goes to the host tier
-        in actions of its own. carrying: edges over which gradients travel.
+    schedule: name, or the actions of every rank. k: microbatches of a group of schedule "kfkb".
+    in_flight: limit of each stage. recompute, offload: per stage, True if the schedule has actions that recompute or
+        offload a part of it. carrying: edges over which gradients travel.
     """
     if isinstance(schedule, str):
         rows = schedule_of(schedule, graph, recompute, in_flight, offload, k)

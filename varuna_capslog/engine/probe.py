@@ -1,7 +1,7 @@
-"""Measures one rank's stage: bytes that are live at once on its device, and seconds of its work.
+"""Measures one rank's stage: bytes that are live at once on its device, and seconds of its computation.
 
-The profilers of both engines and the trainer use it, so that predicted and measured bytes come from one meter. The
-bytes are allocator statistics; resident set size never stands in for them.
+The profilers of both engines and the training loop use it, so that predicted and measured bytes come from one meter.
+Bytes are allocator statistics, never the resident set size.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def peak_source(device_type: str) -> str:
 
 
 class PeakProbe:
-    """Peak of a `with` block, in bytes; not reusable, not nested in itself or in another torch profiler.
+    """Context manager that measures the peak of a block, in bytes; not reusable, nor nested in itself or a profiler.
 
-    On an accelerator: the allocator's own maximum of allocated (not reserved) bytes, of every thread.
+    On an accelerator: the allocator's own maximum of allocated (not reserved) bytes, over all threads.
 
-    On the CPU, which keeps no such statistics: torch's allocator reports each allocation and release to the profiler,
+    On the CPU, where torch has no such statistics: torch's allocator reports allocations and releases to the profiler,
     and the peak is the running maximum of live bytes. It begins with `held`: tensors of the measured code that are live
-    when the block begins (see `resident_tensors`), each storage once; other memory from before does not count. The
-    profiler sees the calling thread and the threads of autograd, but neither allocations nor releases of another Python
-    thread (a prefetching loader), so load in the calling thread during a probed step.
+    when the block begins (see `resident_tensors`), each storage once; other earlier memory does not count. The profiler
+    sees the calling thread and autograd's threads, but no other Python thread (a prefetching loader), so load data in
+    the calling thread during a measured step.
 
-    `peak_bytes` is set when the block has ended, also by an exception. Raises CapslogError where torch counts no bytes
-    on this accelerator.
+    peak_bytes: set at the end of the block, also after an exception. Raises CapslogError where torch counts no bytes on
+    this accelerator.
     """
 
     def __init__(self, device: torch.device, held: Iterable[Tensor] = ()) -> None:
@@ -76,9 +76,9 @@ class PeakProbe:
             accelerator.synchronize(self._device)
             accelerator.reset_peak(self._device)
         else:
-            # kineto reads this once, when the first profile starts; it reports each start on stderr otherwise
+            # without this, kineto reports each start on stderr; it reads the variable once, at the first profile
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            # not torch.profiler.profile: that one also spends seconds on gathering metadata of the trace
+            # torch.profiler.profile would also spend seconds on gathering metadata of the trace
             self._profile = profile(use_kineto=True, use_cpu=True, profile_memory=True)
             self._profile.__enter__()
         return self
@@ -96,15 +96,15 @@ class PeakProbe:
 
 
 class StageMeter:
-    """Meter of one stage's bytes and seconds. `resident` returns the tensors that the stage holds between two steps.
+    """Meter of one stage's bytes and seconds. resident: returns the tensors that the stage holds between two steps.
 
     Attributes:
-        peak_bytes, peak_source: the largest of the peaks, and how they were measured; None before the first.
-        static_bytes: of the tensors that were resident when they were last counted.
-        saved_bytes: the most that a forward left behind for its backward.
-        moved_bytes: the part of it that offloading would take: tensors that autograd saved, but not for the loss.
-        entered_bytes: the same with the tensors that graphs begin with.
-        seconds: every duration, by name ("forward", "backward", and "input" and "weight" of its halves).
+        peak_bytes, peak_source: largest measured peak, and how peaks are measured; None before the first.
+        static_bytes: resident bytes at the last `count_static`.
+        saved_bytes: the most that a forward kept for its backward.
+        moved_bytes: the most of this that could be offloaded: tensors that autograd saved for layers, not for the loss.
+        entered_bytes: `moved_bytes` together with the leaves of the graphs.
+        seconds: all durations, by name ("forward", "backward", and "input" and "weight" of the backward's halves).
     """
 
     def __init__(self, device: torch.device, resident: Callable[[], list[Tensor]]) -> None:
@@ -116,14 +116,14 @@ class StageMeter:
 
     @contextlib.contextmanager
     def peak(self, more: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Context that measures the most bytes live at once. `more`: tensors there before, beside the resident ones."""
+        """Context that measures a peak. more: tensors that are live at its beginning, besides the resident ones."""
         with PeakProbe(self._device, [*self._resident(), *more]) as probe:
             yield
         self.peak_bytes = max(self.peak_bytes or 0, probe.peak_bytes)
         self.peak_source = probe.peak_source
 
     def count_static(self) -> None:
-        """Count the bytes that are resident now."""
+        """Set `static_bytes` to the bytes that are resident now."""
         self.static_bytes = storage_bytes(self._resident())
 
     @contextlib.contextmanager
@@ -137,19 +137,19 @@ class StageMeter:
         """Context around one forward, or one recomputation, that measures the bytes that it saves.
 
         Args:
-            own: storages (`storages_of`) that were resident before; they are not saved by the forward.
-            kept: called at the end; returns the tensors that wait for the backward besides those that autograd saved,
-                or None where this forward leaves nothing behind.
-            entries: asked then for those with which graphs begin. in_loss: True while autograd saves for the loss.
+            own: storages (`storages_of`) that were resident before and do not count as saved.
+            kept: called at the end; returns the tensors kept for the backward besides those that autograd saved, or
+                None where this forward keeps nothing.
+            entries: called then; returns the graphs' leaves. in_loss: returns True while autograd saves for the loss.
         """
         for_loss: dict[int, tuple[StorageWeakRef, int]] = {}
         for_layers: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            # with a reference to it, no other storage gets its identity when it is freed
+            # the weak reference keeps another storage from getting the same identity
             storage = tensor.untyped_storage()
             (for_loss if in_loss() else for_layers)[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            # an output that its own node kept would live as long as the node, although nothing else needs either
+            # a node that saves its own output would otherwise keep itself alive
             with _disable_current_modes():
                 return tensor if tensor.is_leaf else tensor.detach()
 
@@ -162,7 +162,7 @@ class StageMeter:
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 yield
-        finally:  # a forward on Varuna ends by an exception
+        finally:  # a forward on Varuna ends with an exception
             waiting = kept()
             if waiting is not None:
                 moved = live(for_layers)
@@ -172,7 +172,7 @@ class StageMeter:
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Context around one forward, backward or half of one, whose duration is added to `seconds`."""
+        """Context around one forward, backward or half of a backward; appends its duration to `seconds`."""
         began = self.now()
         try:
             yield
@@ -180,19 +180,19 @@ class StageMeter:
             self.seconds[name].append(self.now() - began)
 
     def now(self) -> float:
-        """Seconds of a monotonic clock, read when the device has done all its work."""
+        """Seconds of a monotonic clock, after a synchronization of the device."""
         accelerator.synchronize(self._device)
         return time.perf_counter()
 
 
 def held_inputs(load: Load, local: Sequence[int]) -> Load:
-    """Inputs, loaded now: a measured step counts the bytes that a device would hold, not those of loading."""
+    """Load the inputs now; return a function that copies them, so that a measured step counts no bytes of loading."""
     held = {index: load(index) for index in local}
     return lambda microbatch: {name: tensor.clone() for name, tensor in held[microbatch].items()}
 
 
 def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> list[Tensor]:
-    """Tensors on the device between steps: parameters, masters, gradients, buffers, moments not in the host tier."""
+    """Tensors on the device between steps: parameters, masters, gradients, buffers, moments that are not offloaded."""
     tensors: list[Tensor] = []
     for layer in layers:
         tensors += [master.detach() for master in layer.masters.values()]
@@ -205,17 +205,17 @@ def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -
 
 
 def storage_bytes(tensors: Iterable[Tensor], block_bytes: int = 1) -> int:
-    """Bytes of the distinct storages behind `tensors`, each in whole blocks of an allocator."""
+    """Bytes of the distinct storages of `tensors`, each rounded up to the allocator's blocks."""
     return sum(-(-size // block_bytes) * block_bytes for size in storages_of(tensors).values())
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Identity -> bytes of each storage, of fake tensors too, which have no address."""
+    """Maps the identity of each storage to its bytes; works for fake tensors, which have no address."""
     return {(storage := tensor.untyped_storage())._cdata: storage.nbytes() for tensor in tensors}
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address -> bytes of each storage."""
+    """Maps the address of each storage to its bytes."""
     sizes = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -229,21 +229,21 @@ def _allocations(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
     def walk(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
         for event in events:
             fields = event.typed[1]
-            # the kind of event is an enumeration of torch's own; an event with an address and a size is an allocation
+            # the enumeration of event kinds is private to torch; an event with address and size is an allocation
             if hasattr(fields, "alloc_size") and fields.device.type == "cpu":
                 yield event.start_time_ns, fields.ptr, fields.alloc_size
             yield from walk(event.children)
 
-    # stable: events of one instant keep the order in which they were recorded
+    # a stable sort: events of one instant keep their recorded order
     return sorted(walk(tree), key=lambda allocation: allocation[0])
 
 
 def _running_maximum(allocations: Iterable[tuple[int, int, int]], held: dict[int, int]) -> int:
-    """Largest sum of live bytes, beginning with `held`; a release of memory that was never counted changes nothing."""
+    """Largest sum of live bytes, beginning with `held`; a release of uncounted memory changes nothing."""
     live = dict(held)
     current = peak = sum(live.values())
     for _, address, size in allocations:
-        # a second allocation at a counted address: its release was not reported
+        # a second allocation at a counted address means that the release of the first was not reported
         current -= live.pop(address, 0)
         if size > 0:
             live[address] = size

@@ -1,4 +1,4 @@
-"""Constants of a run, and how it steps its parameters: what a step depends on besides model, data and layout."""
+"""Constants of a run: `EngineOptions`, all that a step depends on besides model, data and layout, and its `Recipe`."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ __all__ = ["AVERAGE", "AdamW8bit", "EngineOptions", "LearningRate", "LossScale",
 
 
 class _AdamW(torch.optim.AdamW):
-    """torch's AdamW without the marks for torch's compiler: they import it at their first call, for a second, to keep
-    it from these two methods.
+    """torch's AdamW without the decorators that exclude these two methods from torch.compile: at their first call they
+    import the compiler, which takes a second.
     """
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-# -- Optimizers that a run names by a short word and `torch.optim` does not have as they are: `muon` and `adamw8bit`.
+# -- Optimizers with a short name in the config that `torch.optim` does not have in this form: `muon` and `adamw8bit`.
 
 
 _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-"""Arguments that torch's Muon alone takes."""
+"""Arguments of torch's Muon that AdamW does not have."""
 
 
 class Muon(torch.optim.Optimizer):
     """torch's Muon for matrices and AdamW for all other parameters, with one learning rate.
 
-    Updates of matrices are scaled to the size of AdamW's (`adjust_lr_fn`), so that the rate suits both.
+    Updates of matrices are scaled to the size of AdamW's updates (`adjust_lr_fn`), so that one rate suits both.
 
     Args:
         momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: of `torch.optim.Muon`. betas, eps: of AdamW.
@@ -88,12 +88,12 @@ class Muon(torch.optim.Optimizer):
 
 
 _BLOCK, _LEAST = 256, 4096
-"""Numbers with one scale, and the fewest that are kept in 8 bits (bitsandbytes 0.50.2, `optim/optimizer.py`)."""
+"""Elements per scale, and fewest elements that are kept in 8 bits (bitsandbytes 0.50.2, `optim/optimizer.py`)."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW whose two states have 8 bits a number and a float32 scale for each 256, as bitsandbytes keeps them; those
-    of fewer than 4,096 numbers have 32 bits. It has sizes alone, for estimates.
+    """AdamW whose two states have 8 bits per element and a float32 scale per 256 elements, as in bitsandbytes; states
+    of fewer than 4,096 elements have 32 bits. It has only the sizes, for estimates; `torchao` has one that trains.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make the states of fake parameters. Raises ConfigError for parameters with values."""
+        """Allocate the states of fake parameters. Raises ConfigError for real parameters."""
         rows: list[nn.Parameter] = [row for group in self.param_groups for row in group["params"]]
         for row in rows:
             if not is_fake(row):
@@ -129,7 +129,7 @@ def _moments_of_blocks(parameter: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _adamw_in_8_bits() -> type[torch.optim.Optimizer]:
-    """Return torchao's, which trains, where it is installed."""
+    """Return torchao's class, which trains, if it is installed; else the class for estimates."""
     if importlib.util.find_spec("torchao") is None:
         return AdamW8bit
     from torchao.optim import AdamW8bit as Trained
@@ -138,15 +138,14 @@ def _adamw_in_8_bits() -> type[torch.optim.Optimizer]:
 
 
 NAMED: dict[str, Callable[[], type[torch.optim.Optimizer]]] = {"adamw8bit": _adamw_in_8_bits, "muon": lambda: Muon}
-"""Class of each short word."""
+"""Functions that return the class of a short name."""
 
 
-# A recipe is plain values, the same on every rank. Each rank makes an optimizer of it for its own parameters, and so
-# does each copy of a layer. Therefore an optimizer must treat every parameter by itself; `check` tries whether it
-# does.
+# A recipe is plain values, the same on every rank. Each rank builds an optimizer from it for its own parameters, and so
+# does each copy of a layer. Therefore an optimizer must step every parameter independently; `check` tests this.
 
 
-# -- The learning rate: a function of the step alone, so that no state of it is kept.
+# -- The learning rate: a function of the step alone, so that it has no state.
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,9 @@ class LearningRate:
 
     Attributes:
         base: learning rate after the warm-up. warmup_steps: steps of the linear rise, 0 = none.
-        drop_steps: length of one plateau in steps, None = no drop (DETR: 200 epochs). drop_factor: factor of each drop.
+        drop_steps: steps between two drops, None = no drop (DETR: 200 epochs). drop_factor: factor of each drop.
         decay: "constant", "linear" (a straight line) or "cosine" (half a wave; Loshchilov & Hutter 2017, eq. 5, without
-            restarts), both from `base` down to `final_factor * base`, which is kept from step `decay_steps` on.
+            restarts). The last two fall from `base` to `final_factor * base` at step `decay_steps`, and stay there.
     """
 
     base: float
@@ -180,7 +179,7 @@ class LearningRate:
         return rate
 
     def _left(self, step: int) -> float:
-        """Share of the decay still to come: 1 at its beginning, 0 at its end."""
+        """Remaining share of the decay: 1 at its beginning, 0 at its end."""
         done = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
         return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
@@ -189,10 +188,10 @@ class LearningRate:
 
 
 AVERAGE = "ema"
-"""The key of a parameter's average beside what its optimizer keeps."""
+"""Key of a parameter's average, besides the keys of its optimizer state."""
 
 _FUSED = ("adamw", "adam", "sgd", "adagrad")
-"""Optimizers of torch with a fused kernel on the CPU: one call per parameter instead of a dozen."""
+"""Optimizers of torch with a fused CPU kernel: one call per parameter instead of a dozen."""
 
 
 @dataclass(frozen=True)
@@ -200,13 +199,13 @@ class Recipe:
     """Optimizer and its settings; see the keys of the same names in the config's `train` section.
 
     Attributes:
-        optimizer: name of a class in `torch.optim` in any case, a word of `NAMED`, or
-            `package.module:Class` of a class with its interface.
-        arguments: further arguments of that class. weight_decay: of parameters for which no group sets another.
-        groups: of several that hold for a parameter, the first one that sets a value counts.
-        ema: decay of the average of each parameter over the steps, None = no average.
-        ema_warmup_steps: the decay of step t is `ema * (1 - exp(-t / ema_warmup_steps))`; 0: `ema` from the beginning.
-        moments: "bfloat16": kept optimizer state of its parameter's shape is rounded to it between two steps.
+        optimizer: name of a class in `torch.optim`, in any case; a name in `NAMED`; or `package.module:Class` of a
+            class with the interface of `torch.optim.Optimizer`.
+        arguments: further arguments of this class. weight_decay: of parameters for which no group sets another.
+        groups: the first group that matches a parameter and sets a value counts.
+        ema: decay of the moving average of each parameter over the steps, None = no average.
+        ema_warmup_steps: the decay of step t is `ema * (1 - exp(-t / ema_warmup_steps))`; 0: always `ema`.
+        moments: "bfloat16": between two steps, optimizer state of its parameter's shape is rounded to bfloat16.
     """
 
     rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
@@ -220,7 +219,7 @@ class Recipe:
 
     @classmethod
     def of_config(cls, train: Train, rate: LearningRate | None = None) -> Recipe:
-        """Recipe of the config's `train` section. With `rate=None` the rate is its lr, enough to ask what is kept."""
+        """Recipe of the config's `train` section. rate: None: its constant lr, which suffices for sizes of states."""
         from varuna_capslog.config.settings import ParameterGroup
 
         factors = train.lr_multipliers.items()
@@ -245,8 +244,8 @@ class Recipe:
     def described(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
         """Recipe's entries in a profile's conditions.
 
-        "optimizer"; "optimizer_copies", the bytes that it keeps as a multiple of those of the trained `parameters`,
-        except for plain AdamW, which keeps 2; and "moments" where they are rounded.
+        "optimizer"; "optimizer_copies", the bytes of optimizer state per byte of the trained `parameters`, except for
+        plain AdamW, which has 2; and "moments" where they are rounded.
         """
         if self.is_plain_adamw and self.ema is None and not self.rounds_moments:
             return {"optimizer": str(self)}
@@ -275,19 +274,19 @@ class Recipe:
 
     @property
     def is_plain_adamw(self) -> bool:
-        """True for AdamW without further arguments than its betas and eps."""
+        """True for torch's AdamW with no other arguments than betas and eps."""
         return self.kind is torch.optim.AdamW and set(self.arguments) <= {"betas", "eps"}
 
     @property
     def rounds_moments(self) -> bool:
-        """True where moments are kept in other types than they are stepped in."""
+        """True where moments are rounded to another type between steps."""
         return self.moments != "float32"
 
     def rounded(
         self, parameter: Tensor, kept: Mapping[str, Any], places: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """State of a parameter as it is kept between two steps, by key: moments are rounded to the nearest bfloat16
-        where the recipe says so, into the tensors `places` of earlier steps, where given.
+        """State of a parameter for the time between two steps, by key: with `rounds_moments`, moments are rounded to
+        the nearest bfloat16. places: tensors of an earlier step that receive them; None: new tensors.
         """
         rounded = dict(kept)
         for key, value in self._moments_in(parameter, kept).items():
@@ -296,12 +295,12 @@ class Recipe:
         return rounded
 
     def widened(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Kept state of a parameter as the optimizer steps it: its moments have the parameter's type."""
+        """Kept state of a parameter, prepared for a step: its moments get the parameter's type."""
         moments = self._moments_in(parameter, kept)
         return {**kept, **{key: value.to(parameter.dtype) for key, value in moments.items()}}
 
     def _moments_in(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Tensor]:
-        """State that is rounded: floating-point tensors of the parameter's shape, except step counts and average."""
+        """State to round: floating-point tensors of the parameter's shape, except step counts and average."""
         tensors = (
             {key: value for key, value in kept.items() if isinstance(value, Tensor)} if self.rounds_moments else {}
         )
@@ -319,16 +318,16 @@ class Recipe:
         return factor, decay
 
     def build(self, parameters: Mapping[str, nn.Parameter], on_cpu: bool) -> torch.optim.Optimizer:
-        """Optimizer over these parameters by address; every one of its groups has a key `lr_factor`.
+        """Optimizer over these parameters by address; each of its groups has a key `lr_factor`.
 
-        `on_cpu`: the parameters are on the CPU, where torch's fused kernels take a third of the time. Raises
-        ConfigError where the class refuses the arguments, or one of the parameters.
+        on_cpu: the parameters are on the CPU, where torch's fused kernels take a third of the time. Raises ConfigError
+        where the class refuses the arguments, or a parameter.
         """
         shared: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for address, parameter in parameters.items():
             key = *self.settings(address, parameter.dim()), parameter.is_complex()
             shared.setdefault(key, []).append(parameter)
-        shared = shared or {(1.0, self.weight_decay, False): []}  # torch takes no empty list of groups
+        shared = shared or {(1.0, self.weight_decay, False): []}  # torch accepts no empty list of groups
         takes = inspect.signature(self.kind).parameters
         decays = "weight_decay" in takes
         arguments = {"lr": self.rate.base, **self.arguments}
@@ -339,7 +338,7 @@ class Recipe:
                 "params": group,
                 "lr_factor": factor,
                 **({"weight_decay": decay} if decays else {}),
-                **({"fused": not is_complex} if fuses else {}),  # the fused kernels know no complex numbers
+                **({"fused": not is_complex} if fuses else {}),  # fused kernels have no complex numbers
             }
             for (factor, decay, is_complex), group in shared.items()
         ]
@@ -355,13 +354,13 @@ class Recipe:
         return built
 
     def average_decay(self, step: int) -> float:
-        """Decay of the average at optimizer step `step`, counted from 1; 0 without one."""
+        """Decay of the average at optimizer step `step`, counted from 1; 0 without an average."""
         decay = self.ema or 0.0
         return decay * (1 - math.exp(-step / self.ema_warmup_steps)) if self.ema_warmup_steps else decay
 
     def fresh(self, parameter: Tensor) -> dict[str, Any]:
-        """State kept of a fake parameter after its first step, by key; only shapes and dtypes mean anything."""
-        if self.is_plain_adamw:  # as below, but quicker: estimates ask for thousands
+        """State kept of a fake parameter after its first step, by key, with shapes and dtypes but no values."""
+        if self.is_plain_adamw:  # equal to the other branch, but faster: estimates have thousands of parameters
             kept = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             kept["step"] = torch.empty(())
         else:
@@ -372,8 +371,8 @@ class Recipe:
         return kept
 
     def _stepped(self, parameter: Tensor) -> dict[str, Any]:
-        """Optimizer's own state of a fake parameter after its first step. Raises ConfigError where it cannot step
-        tensors without memory, or has state that no checkpoint can keep.
+        """Optimizer's own state of a fake parameter after its first step. Raises ConfigError for an optimizer that
+        cannot step fake tensors, or has state that no checkpoint can keep.
         """
         stepped, name = nn.Parameter(parameter.detach()), f"train.optimizer={self.optimizer}"
         stepped.grad = torch.empty_like(stepped)
@@ -402,7 +401,7 @@ class Recipe:
         return state
 
     def uncompiled(self) -> contextlib.AbstractContextManager[object]:
-        """Context in which a user's optimizer step is not compiled, as it cannot be for tensors without memory."""
+        """Context in which a user's optimizer runs uncompiled, as it must on fake tensors."""
         compiled = ":" in self.optimizer or self.optimizer.lower() in NAMED
         return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
@@ -414,12 +413,12 @@ class Recipe:
         return _joined(parts, _example(self.optimizer, arguments, shape, parameter.dtype))
 
     def kept(self, parameter: Tensor) -> dict[str, int]:
-        """Bytes kept of a parameter that was stepped, beside itself and its gradient, by key."""
+        """Bytes of optimizer state and average of a parameter after its first step, by key."""
         shape, arguments = tuple(parameter.shape), _hashable(self.arguments)
         return dict(_kept(self.optimizer, arguments, self.ema is not None, self.moments, shape, parameter.dtype))
 
     def check_kept(self, address: str, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-        """Raise CapslogError where `kept`, by key, is the state of another optimizer for this parameter."""
+        """Raise CapslogError where `kept`, a parameter's state by key, is of another optimizer."""
         wanted = set(self.kept(parameter)) - {AVERAGE}
         present = {key for key, value in kept.items() if isinstance(value, Tensor)} - {AVERAGE}
         if wanted != present:
@@ -430,8 +429,8 @@ class Recipe:
             )
 
     def check(self, parameters: Mapping[str, int]) -> None:
-        """Check that a run can follow the recipe. `parameters`: dimensions by address, of the whole model. Raises
-        ConfigError as `check_optimizer`, or for a group that matches no parameter.
+        """Raise ConfigError where a run cannot use the recipe: as `check_optimizer`, or for a group that matches no
+        parameter. parameters: number of dimensions by address, of the whole model.
         """
         self.check_optimizer()
         for group in self.groups:
@@ -444,7 +443,7 @@ class Recipe:
                 )
 
     def check_optimizer(self) -> None:
-        """Raise ConfigError for an unknown optimizer, or one that cannot step a part of the parameters by itself."""
+        """Raise ConfigError for an unknown optimizer, or one that does not step each parameter independently."""
         kind, name = self.kind, f"train.optimizer={self.optimizer}"
         if self.is_plain_adamw:
             return
@@ -464,13 +463,13 @@ class Recipe:
                 f"{name} steps a parameter otherwise beside another one than alone, so that the cuts would change the "
                 "result; name an optimizer that treats each parameter by itself"
             )
-        self.kept(torch.empty(64, 128))  # of large parameters some optimizers keep something else
+        self.kept(torch.empty(64, 128))  # some optimizers keep other state of large parameters
         takes = inspect.signature(kind).parameters
         if "weight_decay" not in takes and any(group.weight_decay for group in self.groups):
             raise ConfigError(f"{name} knows no weight decay, but train.parameter_groups sets one; leave it out there")
 
     def _tried(self, names: Iterable[str]) -> list[list[float]]:
-        """Values of small parameters after two joint steps. Raises ConfigError where the second keeps other state."""
+        """Values of small parameters after two joint steps. Raises ConfigError where the second step adds state."""
         values = {"first": torch.linspace(-1, 1, 6).reshape(2, 3), "second": torch.linspace(2, -3, 12).reshape(4, 3)}
         parameters = {name: nn.Parameter(values[name].clone()) for name in names}
         optimizer, keys = self.build(parameters, on_cpu=True), []
@@ -489,7 +488,7 @@ class Recipe:
 
 
 def in_parts(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer's state with wrapper tensors taken apart: `exp_avg.codes`, `exp_avg.scale`. The parts are live."""
+    """Optimizer state with wrapper tensors split into their inner, live tensors: `exp_avg.codes`, `exp_avg.scale`."""
     parts: dict[str, Any] = {}
     for key, value in kept.items():
         if type(value) is not Tensor and is_traceable_wrapper_subclass(value):
@@ -501,7 +500,7 @@ def in_parts(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(parts: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverse of `in_parts`; the tensors of the state `example` say which parts belong together."""
+    """Reverse of `in_parts`; the state `example` shows which parts form a wrapper tensor."""
     joined = dict(parts)
     for key, template in example.items():
         if is_traceable_wrapper_subclass(template):
@@ -520,7 +519,7 @@ def _told(error: Exception) -> str:
 def _example(
     optimizer: str, arguments: tuple[tuple[str, Any], ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Mapping[str, Any]:
-    """State of a fake parameter after its first step; equal shapes are tried once."""
+    """State of a fake parameter after its first step, computed once per shape."""
     with FakeTensorMode():
         return Recipe(optimizer=optimizer, arguments=dict(arguments))._stepped(torch.empty(shape, dtype=dtype))
 
@@ -534,7 +533,7 @@ def _kept(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[tuple[str, int], ...]:
-    """`Recipe.kept`, from a step on a fake parameter; equal shapes are tried once."""
+    """Items of `Recipe.kept`, from a step on a fake parameter, computed once per shape."""
     ema = 0.0 if averaged else None
     recipe = Recipe(optimizer=optimizer, arguments=dict(arguments), ema=ema, moments=moments)
     device = "meta" if recipe.is_plain_adamw else "cpu"  # a fake tensor would import torch's compiler
@@ -551,9 +550,8 @@ def _hashable(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 #
 # Small gradients of float16 activations would underflow to zero, so the loss of each microbatch, and with it every
 # gradient, is multiplied by a scale (Micikevicius et al., "Mixed Precision Training", Sec. 3.2). The scale is a power
-# of two, so that dividing by it changes no bit. A step whose gradients overflow is skipped. The rules and numbers are
-# those of `torch.amp.GradScaler`; ours is plain data, since every rank and every copy of a layer computes it for
-# itself.
+# of two, so that dividing by it is exact. A step whose gradients overflow is skipped. Rules and numbers are those of
+# `torch.amp.GradScaler`; ours is plain data, since every rank and every copy of a layer computes it.
 
 
 _GROWTH_STEPS = 2000
@@ -562,16 +560,16 @@ _LARGEST = 2.0**127
 """The largest power of two that the gradient of a float32 loss can hold."""
 _MOST_SKIPPED = 24
 _SMALLEST = 2.0**-8
-"""The scale after `_MOST_SKIPPED` skipped steps in a row from the first scale, 2^16. Below 1 a scale makes nothing
-overflow: a gradient that still does is the model's own fault."""
+"""Scale after `_MOST_SKIPPED` skipped steps in a row from the first scale, 2^16. A scale below 1 causes no overflow, so
+a gradient that still overflows does so in the model itself."""
 
 
 @dataclass(frozen=True)
 class LossScale:
     """Scale of the next step's loss, a power of two.
 
-    streak: steps in a row without an overflow since the scale changed last; below 0: steps skipped in a row.
-    dynamic: steps change the scale; False: it stays as it is.
+    streak: steps in a row without an overflow since the last change of scale; if negative, skipped steps in a row.
+    dynamic: False: the scale never changes.
     """
 
     scale: float = 65536.0
@@ -579,7 +577,7 @@ class LossScale:
     dynamic: bool = True
 
     def after(self, applied: bool) -> LossScale:
-        """Scale of the step after one that was applied, or else skipped."""
+        """Scale after a step that was applied, or (False) skipped."""
         if not applied:
             return replace(self, scale=self.scale / 2 if self.dynamic else self.scale, streak=min(self.streak, 0) - 1)
         streak = max(self.streak, 0) + 1
@@ -589,7 +587,7 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """True where skipping one more step would not help: the next overflow ends the run."""
+        """True where the next overflow ends the run, instead of another skipped step."""
         return self.scale <= _SMALLEST or -self.streak >= _MOST_SKIPPED
 
 
@@ -598,15 +596,14 @@ class LossScale:
 
 @dataclass(frozen=True)
 class EngineOptions(RunShape):
-    """Constants of a run: all that a step depends on besides model, layout and data; the same on every rank. The shape
-    is the whole step's, whose blocks the replicas divide.
+    """Constants of a run, the same on every rank. The `RunShape` is that of the whole step, over all replicas.
 
     Attributes:
         transport: see the config's `pipeline` section. clip_norm: largest global gradient norm, 0 = no clipping.
         tier: for memory intervals that offload. compile: backend of torch.compile for every layer, None = none.
-        refuses: steps that are not finite are voted down; off for a profiler that feeds dummy values.
+        refuses: refuse steps that are not finite; False for a profiler that uses dummy values.
         weights: dtype in which parameters are kept for forward and backward.
-        loss_scale: that of step 1; None: the loss is not scaled, and a step whose gradients are not finite is refused.
+        loss_scale: of step 1; None: the loss is not scaled, and a step whose gradients are not finite is refused.
     """
 
     num_microbatches: int

@@ -1,4 +1,4 @@
-"""Exchange between ranks that hold the same layers or parameters: gradients, and values that one rank updates."""
+"""Exchange between ranks with the same layers or parameters (data parallel replicas): gradients and updated values."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 
 __all__ = ["GradientBook", "SharedUpdates", "Slices", "check_shared_updates", "norm_in_pieces", "norm_of", "piece_of"]
 
-# -- The norm of one gradient, as one operator of any size: on fake tensors it is one step, not one for every piece
+# -- The norm of one gradient, as one operator for any size, so that on fake tensors pieces cost no time
 
 
 _ONE_PIECE = 1 << 20
 _PIECE = {"cpu": 1 << 16}
 _LARGE_PIECE = 1 << 22
-"""Elements. Larger gradients are taken in pieces, since torch first copies what it takes to float64 in fresh memory. On
-a CPU, that costs five times as much as the norm; a GPU takes larger pieces, of 32 MiB in float64."""
+"""Elements. Norms of larger gradients are computed in pieces, since torch first copies its input to float64 in new
+memory, which on a CPU takes five times as long as the norm. A GPU has larger pieces, of 32 MiB in float64."""
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """Norm in float64, added in one order for each shape; of a complex gradient, over both parts."""
+    """Norm in float64, with one order of additions per shape; of a complex gradient, over both parts."""
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
     if gradient.numel() <= _ONE_PIECE:
@@ -39,7 +39,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def piece_of(device_type: str) -> int:
-    """Return the elements of one piece of a large gradient on such a device."""
+    """Return the number of elements of one piece of a large gradient on this type of device."""
     return _PIECE.get(device_type, _LARGE_PIECE)
 
 
@@ -56,7 +56,7 @@ def _(gradient: Tensor) -> Tensor:
     return gradient.new_empty((), dtype=torch.float64)
 
 
-# -- The gradients of one layer as one flat tensor, of which each rank that holds the layer adds one slice.
+# -- The gradients of one layer as one flat tensor, of which each rank with the layer sums one slice.
 
 
 def gradient_type(parameter: nn.Parameter) -> torch.dtype:
@@ -65,10 +65,10 @@ def gradient_type(parameter: nn.Parameter) -> torch.dtype:
 
 
 class Slices:
-    """Gradients of these parameters, by name, cut into `count` equal slices; the last ones may end in padding.
+    """Conversion of gradients of these parameters, by name, to `count` equal slices and back, with padding at the end.
 
-    A slice of a block travels as a row: its elements, and behind them, per parameter, 1 if the block has its gradient,
-    else 0. Raises CapslogError for gradients of several dtypes.
+    A slice of a block is sent as a row: its elements, then for each parameter 1 if the block has a gradient, else 0.
+    Raises CapslogError for gradients of several dtypes.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], count: int) -> None:
@@ -84,7 +84,7 @@ class Slices:
         self._width = math.ceil(self._size / count)
 
     def pack(self, blocks: dict[int, dict[str, Tensor]]) -> Tensor:
-        """Return [slices, blocks, row], of blocks in rising order; empties `blocks`."""
+        """Return [slices, blocks, row] with the blocks in rising order; empties `blocks`."""
         first = next(iter(self._parameters.values()))
         rows = first.new_empty(self._count, len(blocks), self._width + len(self._parameters), dtype=self._dtype)
         for place, block in enumerate(sorted(blocks)):
@@ -95,8 +95,8 @@ class Slices:
         return rows
 
     def add(self, rows: Sequence[Tensor], place: int) -> tuple[Tensor, list[str]]:
-        """Sum of one slice over all blocks, in their order, and the names of the parameters that have a gradient. A
-        gradient that a block lacks is not added as zeros: -0.0 would become 0.0.
+        """Sum of one slice over all blocks, in their order, and the names of the parameters that have a gradient. Where
+        a block has no gradient, no zeros are added, which would turn -0.0 into 0.0.
         """
         flags = torch.stack([row[self._width :] for row in rows]).bool().tolist()
         present = [name for name, *row_flags in zip(self._parameters, *flags, strict=True) if any(row_flags)]
@@ -116,7 +116,7 @@ class Slices:
         return total, present
 
     def unpack(self, flat: Tensor, present: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients by name, each in the layout of its parameter: parts of `flat`, which is all slices together."""
+        """Gradients by name, as views of `flat` (all slices), each in the layout of its parameter."""
         gradients, at = {}, 0
         for name, parameter in self._parameters.items():
             if name in present:
@@ -137,16 +137,15 @@ class Slices:
 
 
 def _dense(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Strides of a gradient of this parameter: its own, or those without the gaps that it leaves in its memory."""
+    """Strides of a gradient: those of the parameter, without gaps between elements."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
-# -- Adds the gradients that each layer accumulated to those of the whole minibatch, in one fixed order of additions.
+# -- Sums the gradients of each layer over the whole minibatch, in one fixed order of additions.
 #
-# Engine rule 1: block v sums its microbatches in order; the blocks are added in index order; the uses of a shared
-# parameter are added in layer order. Neither the cut list nor the number of replicas changes an addition, so nothing
-# here is a ring: of a layer that several ranks hold, each of them gets all blocks of one slice, adds these in order,
-# and sends the others the sum.
+# Engine rule 1: each block sums its microbatches in order, then the blocks are added in index order, then the uses of a
+# shared parameter in layer order. Neither cuts nor the number of replicas may change an addition, so there is no ring
+# all-reduce: each rank with a layer gets all blocks of one slice, adds them in order, and sends the sum to the others.
 
 
 _BLOCK_TAG = 1 << 28
@@ -156,10 +155,10 @@ _SHARED_TAG = 1 << 29
 
 @dataclass(frozen=True)
 class _SharedUses:
-    """Uses of a shared parameter, as one of its owners sees them.
+    """Uses of a shared parameter, on a rank that has some of its layers.
 
-    leaves: of the uses on this rank, by layer. sources: the rank that sends its gradient, for each other layer.
-    held: layers whose gradients each of these ranks sends. receivers: ranks to which this one sends.
+    leaves: of the uses on this rank, by layer. sources: for each other layer, the rank that sends its gradient.
+    held: for each of these ranks, the layers whose gradients it sends. receivers: ranks to which this rank sends.
     """
 
     number: int
@@ -171,23 +170,23 @@ class _SharedUses:
 
 
 class GradientBook:
-    """Gradients of one rank's layers during a step. `layers`: all layers of this rank, in layer order."""
+    """Sums of the gradients of one rank's layers in a step. layers: all layers of this rank, in layer order."""
 
     def __init__(self, chain: Chain, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout) -> None:
         self._layers = list(layers)
         self._communicator = communicator
         self._first_use = {shared.name: shared.layers[0] for shared in chain.shared}
         self._by_index = {layer.index: layer for layer in layers}
-        # layer -> rank -> the blocks for which it holds the layer
+        # layer -> rank -> blocks for which the rank runs the layer
         self._owned = {
             index: {rank: layout.blocks_of(rank, index) for rank in layout.holders(index)} for index in self._by_index
         }
         self._shared = list(self._shared_here(chain, layout))
-        # several holders: every block is kept until all are added in order; one holder: they are added as they end
+        # by layer; with several holders all blocks are kept until `finish`, with one holder only their sum so far
         self._blocks: dict[int, dict[int, dict[str, Tensor]]] = {layer.index: {} for layer in layers}
 
     def close_block(self, block: int, layers: Sequence[EngineLayer]) -> None:
-        """End an accumulation block on these layers: the gradients in `.grad` become the block's sum."""
+        """Take the gradients of these layers from `.grad` as the sum of an accumulation block."""
         for layer in layers:
             gradients = {}
             for name, parameter in layer.parameters.items():
@@ -201,7 +200,7 @@ class GradientBook:
                 _add_block(next(iter(kept.values())), gradients)
 
     def finish(self) -> None:
-        """Leave the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
+        """Put the minibatch's gradients into `.grad` of trainable parameters (shared ones: of the first local leaf)."""
         for layer in self._layers:
             blocks, self._blocks[layer.index] = self._blocks[layer.index], {}
             if len(self._owned[layer.index]) > 1:
@@ -213,7 +212,7 @@ class GradientBook:
         self._add_uses()
 
     def squared_norms(self, layers: Sequence[int]) -> dict[int, Tensor]:
-        """Sum of squares of each layer's gradients, on the host; a shared parameter counts under its first layer."""
+        """Sum of squares of each layer's gradients, on the CPU; a shared parameter counts for its first layer."""
         squares = []
         for layer in map(self._by_index.__getitem__, layers):
             counted = {name: self._first_use[address] == layer.index for name, address in layer.shared.items()}
@@ -229,12 +228,12 @@ class GradientBook:
         return dict(zip(layers, torch.stack(squares).cpu(), strict=True))
 
     def forget(self) -> None:
-        """Drop the blocks of a broken-off step."""
+        """Drop the blocks of an interrupted step."""
         for blocks in self._blocks.values():
             blocks.clear()
 
     def _added_by_all(self, layer: EngineLayer, blocks: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Sum of all blocks of a layer that several ranks hold; empties `blocks`, which are this rank's."""
+        """Sum of all blocks of a layer that several ranks have; empties `blocks`, those of this rank."""
         trainable = {name: p for name, p in layer.parameters.items() if p.requires_grad}
         if not trainable:
             return {}
@@ -258,7 +257,7 @@ class GradientBook:
         return sliced.unpack(torch.cat([parts[holder] for holder in ranks]), present)
 
     def _add_uses(self) -> None:
-        """Add all uses of each shared parameter in layer order; every owner does so."""
+        """Add all uses of each shared parameter in layer order; every rank with a use does this."""
         for shared in self._shared:
             uses: dict[int, Tensor | None] = {index: leaf.grad for index, leaf in shared.leaves.items()}
             if shared.sources or shared.receivers:
@@ -273,7 +272,7 @@ class GradientBook:
             next(iter(shared.leaves.values())).grad = total
 
     def _remote_uses(self, shared: _SharedUses) -> dict[int, Tensor | None]:
-        """Gradients of the uses in layers that this rank does not hold, by layer; see `Layout.uses_from`."""
+        """Exchange gradients of uses; return those of layers that this rank lacks, by layer (`Layout.uses_from`)."""
         leaves = {str(index): leaf for index, leaf in shared.leaves.items()}
         template = next(iter(leaves.values()))
         packed = _pack({index: leaf.grad for index, leaf in leaves.items() if leaf.grad is not None}, leaves)
@@ -293,7 +292,7 @@ class GradientBook:
         return gradients
 
     def _shared_here(self, chain: Chain, layout: Layout) -> Iterator[_SharedUses]:
-        """Trainable shared parameters that this rank holds."""
+        """Trainable shared parameters of this rank's layers."""
         own_rank = self._communicator.rank
         for number, shared in enumerate(chain.shared):
             leaves = {
@@ -312,7 +311,7 @@ class GradientBook:
 
 
 def _add_block(total: dict[str, Tensor], block: dict[str, Tensor]) -> None:
-    """total += block, in place; takes ownership of gradients that `total` lacks."""
+    """Add `block` to `total` in place; gradients that `total` lacks are moved there."""
     for name, gradient in block.items():
         accumulated = total.get(name)
         if accumulated is None:
@@ -322,7 +321,7 @@ def _add_block(total: dict[str, Tensor], block: dict[str, Tensor]) -> None:
 
 
 def _pack(gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    """Gradients as a flat tensor, in the order of `parameters`; then per parameter 1 if it has one, else 0."""
+    """Gradients as a flat tensor, in the order of `parameters`; then for each parameter 1 if it has one, else 0."""
     flat = [
         gradients[name].reshape(-1)
         if name in gradients
@@ -345,19 +344,18 @@ def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
     return gradients
 
 
-# -- Layers whose optimizer moments only one of their holders keeps: it makes the update and sends the values.
+# -- Layers whose optimizer moments only one replica keeps: it updates the parameters and sends their values.
 #
-# A replica that keeps no moments of a layer drops the layer's gradients once the step was voted for, and takes the
-# bits of the parameters from the replica that does: the only thing that a step sends after its vote. Where a rank is
-# lost meanwhile, the others end with `PeerLost`. An ordinary run then goes on from its checkpoint; elastic runs
-# refuse such plans, since a member that is lost would take its share of the moments along.
+# The other replicas drop the layer's gradients after the vote and receive the parameters bit for bit. A step has no
+# other messages after its vote. If a rank is lost meanwhile, the others end with `PeerLost`; an ordinary run continues
+# from its checkpoint. Elastic runs refuse such plans, since the moments would be lost with the member.
 
 
 _TAG = 5 << 28
 
 
 def check_shared_updates(chain: Chain, layout: Layout) -> None:
-    """Raise CapslogError where the moments of a parameter that several layers use are left to another replica."""
+    """Raise CapslogError where another replica would keep the moments of a layer with a shared parameter."""
     for shared in chain.shared:
         for number, stage in enumerate(layout.stages):
             for layer in sorted(stage.moments_elsewhere & frozenset(shared.layers)):
@@ -370,10 +368,10 @@ def check_shared_updates(chain: Chain, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """Layer of this rank: its trained parameters (or their masters), the rank that updates them, and those that take
-    them.
+    """Layer of this rank that one rank, `keeper`, updates for the ranks `takers`.
 
-    parameters: those with the larger elements first, so that each begins at a multiple of its own element size.
+    parameters: its trained parameters, or their masters, those with larger elements first, so that in a message each
+    begins at a multiple of its element size.
     """
 
     layer: int
@@ -387,7 +385,7 @@ class _Row:
 
 
 class SharedUpdates:
-    """Exchange of updated parameters among holders of one rank's layers. `taken`: layers that another rank updates."""
+    """Exchange of updated parameters for one rank's layers. taken: layers that another rank updates."""
 
     def __init__(self, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout) -> None:
         self._communicator = communicator
@@ -402,10 +400,10 @@ class SharedUpdates:
                 self._rows.append(_Row(layer.index, ordered, keeper, takers))
 
     def hand_on(self) -> None:
-        """Send the values of one layer after the other from its keeper to the ranks that take them, as bits.
+        """Send the parameters of one layer after another from its keeper to its takers, as bits.
 
-        A rank holds one layer's parameters a second time meanwhile. Raises PeerLost where another rank is gone; some
-        layers here then have the new values and some the old ones.
+        Needs memory for a second copy of one layer's parameters. Raises PeerLost where another rank is gone; then some
+        layers of this rank have new values and some have old ones.
         """
         rank = self._communicator.rank
         for row in self._rows:
@@ -425,5 +423,5 @@ class SharedUpdates:
 
 
 def _bits(parameter: nn.Parameter) -> Tensor:
-    """Values in the order of the dimensions, [bytes] of uint8."""
+    """Contiguous bytes of a parameter, [bytes] of uint8."""
     return parameter.detach().reshape(-1).contiguous().view(torch.uint8)

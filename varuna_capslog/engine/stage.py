@@ -1,7 +1,7 @@
-"""Runs the forwards, recomputations and backwards of one pipeline stage; `executor` decides on their order.
+"""Runs the forwards, recomputations and backwards of one pipeline stage; `executor.Executor` calls them in order.
 
-A stage is some layers of a chain and, if it holds the last one, the loss. Its memory intervals say what it keeps of a
-microbatch between a forward and its backward: see `StageSegment`.
+A stage is some layers of a chain and, if it has the last layer, the loss. Its memory intervals state what it keeps of a
+microbatch from the forward to the backward: see `StageSegment`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of, wit
 __all__ = ["LossFunction", "MicrobatchContext", "SegmentState", "Stage"]
 
 
-# -- Consecutive layers of a stage that are treated alike between their forward and their backward.
+# -- Segments: consecutive layers of a stage, for which the same is kept from the forward to the backward.
 #
-# A segment runs its layers and builds their graphs. Its kind says what it keeps of a microbatch meanwhile: the graphs
-# ("keep"), its inputs ("recompute"), or either of them in the host tier ("offload", "recompute+offload"). Where an
-# interval recomputes parts of layers, the graphs are kept without what these parts save (`parts`).
+# The segment's kind states what is kept of a microbatch: the autograd graphs ("keep"), the segment's inputs
+# ("recompute"), or either of them in the host tier ("offload", "recompute+offload"). Where an interval recomputes parts
+# of layers, the graphs are kept without the tensors that these parts save (`parts`).
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class MicrobatchContext:
     """Data and settings of the microbatches of one call of a stage; most calls have one microbatch.
 
     Attributes:
-        microbatches: their global indices in the minibatch, rising. targets: of each. normalisers: for the loss.
-        specs: of every value of the chain, for all of them together. reach: the gradients that come back.
+        microbatches: their global indices in the minibatch, rising. specs: of every value of the chain in this call.
+        reach: values whose gradients the backward computes. targets: of each microbatch. normalisers: of the loss.
         key: (run seed, step) of the random numbers. loss_scale: factor on the loss before it is differentiated.
     """
 
@@ -60,10 +60,10 @@ class MicrobatchContext:
 
 
 class LateSpecs(Mapping[Value, TensorSpec]):
-    """Specs of all values, traced when something is asked that the inputs do not tell.
+    """Specs of all values. The chain is traced at the first read of a spec that is not an input's.
 
-    On a rank with all layers of a plain chain nothing is, so that its process never imports what fake tensors need: its
-    tensors themselves say what carries a gradient.
+    A rank with all layers of a plain chain reads no such spec: its tensors themselves show which carry a gradient. Its
+    process then never imports the modules that fake tensors need.
 
     Args:
         inputs: specs of the chain's inputs, by name.
@@ -75,14 +75,14 @@ class LateSpecs(Mapping[Value, TensorSpec]):
         self._traced: Mapping[Value, TensorSpec] | None = None
 
     def settle(self) -> Mapping[Value, TensorSpec]:
-        """Trace unless that was done; return all specs. Raises CapslogError as `ShapeTable.boundaries`."""
+        """Trace the chain once; return all specs. Raises CapslogError as `ShapeTable.boundaries`."""
         if self._traced is None:
             self._traced = self._trace()
         return self._traced
 
     @property
     def untold(self) -> bool:
-        """True as long as nothing was traced."""
+        """True until the chain is traced."""
         return self._traced is None
 
     def __getitem__(self, value: Value) -> TensorSpec:
@@ -101,17 +101,17 @@ def _untold(specs: Mapping[Value, TensorSpec]) -> bool:
 
 @dataclass
 class SegmentState:
-    """State kept of one microbatch: the graphs, or the inputs from which they are built again."""
+    """State of one segment and microbatch: its graphs, or the inputs from which they are recomputed."""
 
     inputs: Mapping[Value, Tensor | OffloadedTensor] | None = None
     graphs: list[LayerGraph] = field(default_factory=list)
 
 
 class _Work(NamedTuple):
-    """Reads and writes of one layer of a segment.
+    """Values that one layer of a segment reads and writes.
 
-    writes: by name. handed_on: values that only the next layer reads; beside: the others that are alive behind it.
-    dead: values that are not alive any more behind it.
+    writes: by name. handed_on: values that only the next layer reads. beside: all other values that are alive after
+    the layer. dead: values that no later layer needs.
     """
 
     layer: EngineLayer
@@ -125,9 +125,9 @@ class _Work(NamedTuple):
 class StageSegment:
     """Layers [first, end) of a stage.
 
-    piece: these layers and the kind of their memory interval, or KEEP.
-    enters: values that it needs to run, of those alive before it. ends_in_loss: its last layer is the chain's last.
-    alive: values that are alive in the stage before the first layer, and behind each.
+    piece: these layers and the kind of their memory interval, or KEEP. alive: values that are alive in the stage before
+    the first layer and after each layer. enters: values alive before the segment that `run` needs. ends_in_loss: its
+    last layer is the chain's last.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class StageSegment:
             )
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
-        """False where its outputs carry no gradient (frozen layers only): nothing need be kept of it."""
+        """False where its outputs carry no gradient (frozen layers only), so that nothing is kept."""
         return self.ends_in_loss or any(context.specs[value].requires_grad for value in self._outputs)
 
     def keep_inputs(self, state: SegmentState, values: Mapping[Value, Tensor], call: OffloadedCall | None) -> None:
-        """Keep the values from which `run` can begin once more."""
+        """Keep the values from which `run` can recompute the segment."""
         kept = {value: values[value] for value in self.enters}
         if call is not None and self.offloads:
             state.inputs = {value: call.take(tensor) for value, tensor in kept.items()}
@@ -185,15 +185,15 @@ class StageSegment:
         record: bool,
         call: OffloadedCall | None = None,
     ) -> dict[Value, Tensor]:
-        """Run the layers; return the values that are alive behind them.
+        """Run the layers; return the values that are alive after them.
 
         Args:
-            values: those alive before the segment; taken out, so that no tensor lives longer than it must.
-            graph: build the graphs, into `state`. record: count running statistics.
-            call: takes the tensors that the graphs save; None: they stay on the device.
+            values: those alive before the segment; emptied, so that each tensor is freed after its last use.
+            graph: keep the autograd graphs in `state`. record: record running statistics.
+            call: offloads the tensors that the graphs save; None: they stay on the device.
         """
         live = dict(values)
-        # The callers' frames last as long as this one; a frozen first layer's input would too.
+        # the caller's dict would keep a frozen first layer's input alive until this method returns
         values.clear()
         open_graph: LayerGraph | None = None
         seeds, specs = mixed(*context.key, context.index), context.specs
@@ -232,7 +232,7 @@ class StageSegment:
         return live
 
     def _ends(self, place: int, written: Mapping[Value, Tensor], specs: Mapping[Value, TensorSpec]) -> bool:
-        """True where the graph ends behind a layer, as another value alive there wants a gradient, too."""
+        """True where a graph must end after this layer, since another value that is alive there has a gradient."""
         if self._decided[0] is not specs:
             self._decided = specs, {}
         decided = self._decided[1]
@@ -250,7 +250,7 @@ class StageSegment:
         live: dict[Value, Tensor],
         call: OffloadedCall | None,
     ) -> Mapping[str, Tensor]:
-        """Tensors that the first layer of a graph reads; those that want a gradient begin the graph."""
+        """Tensors that the first layer of a graph reads; those with a gradient become the graph's leaves."""
         wanted = [value for value in dict.fromkeys(read) if context.specs[value].requires_grad]
         if call is None:
             for value in wanted:
@@ -283,7 +283,7 @@ def segments_of(
 
 
 def _alive(chain: Chain, layers: Sequence[int], ports: Ports) -> list[frozenset[Value]]:
-    """Values that are alive in a stage before its first layer, and behind each."""
+    """Values that are alive in a stage before its first layer, and after each layer."""
     after = set(ports.leaves)
     if layers[-1] == len(chain) - 1:
         after |= {*chain.reads[len(chain)]}
@@ -300,7 +300,7 @@ def _taken(call: OffloadedCall, layer: EngineLayer) -> AbstractContextManager[An
 
 
 def _handed_on(chain: Chain, index: int) -> frozenset[Value]:
-    """Values that layer `index` writes and only the next layer reads: there one graph may hold both layers."""
+    """Values that layer `index` writes and only the next layer reads, over which both layers may share a graph."""
     return frozenset(value for value in chain.written(index) if chain.readers.get(value) == (index + 1,))
 
 
@@ -314,8 +314,8 @@ LossFunction = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[s
 class _Held:
     """State kept of one microbatch between its actions.
 
-    states: of each segment. call: the storages that go to the host tier; None: nothing does.
-    outputs, loss: of the chain, once computed with a graph. rests: weight halves after their input half.
+    states: of each segment. call: storages that are offloaded to the host tier; None: no tensor is.
+    outputs, loss: of the chain, once computed with a graph. rests: weight halves that are not run yet.
     """
 
     states: list[SegmentState]
@@ -329,11 +329,12 @@ class Stage:
     """Pipeline stage: some layers of a chain.
 
     Args:
-        layers: from `take_layers`, rising. loss: the workload's, which the stage of the last layer computes.
-        ports: values that enter and leave it; None: all that cross its cuts, for consecutive layers.
-        memory: intervals that recompute or offload (`plans.parts`). tier: for these; None: tensors stay on the device.
+        layers: from `take_layers`, rising. loss: the workload's loss, only for the stage of the last layer.
+        ports: values that enter and leave the stage; None: all that cross its cuts, for consecutive layers.
+        memory: intervals that recompute or offload (`plans.parts`). tier: host tier that these use; None: no offload.
 
-    in_loss: True while the loss is computed. samples: value -> sample dimension, where a call has several microbatches.
+    in_loss: True while the loss is computed. samples: maps values to sample dimensions, for calls of several
+        microbatches.
     """
 
     def __init__(
@@ -365,24 +366,24 @@ class Stage:
         self.samples: Mapping[Value, int | None] = {}
         self.parts: dict[int, dict[str, Tensor]] = {}
         self.refusals: dict[int, str] = {}
-        # where a module's own sharding would gather its parameters and reduce its gradients, once per step
+        # hooks, called once per step: a sharded module gathers parameters in the first, reduces gradients in the second
         self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
-        """False where its outputs get no gradient (frozen layers only, or no way to the loss): R and B do nothing."""
+        """False where the outputs get no gradient (frozen layers only, or no path to the loss): R and B do nothing."""
         return self.ends_in_loss or not self._behind.isdisjoint(context.reach.pairs)
 
     def forward(
         self, context: MicrobatchContext, values: dict[Value, Tensor], whole: bool, later: bool = False
     ) -> dict[Value, Tensor]:
-        """F: run the stage once.
+        """F: run the stage's forward.
 
         Args:
-            values: those that enter it, on its device; taken out, so that they live no longer than needed.
-            whole: the backward follows at once: nothing leaves, and the last segment keeps its graph. The others do as
-                their intervals say, and run again in the backward.
-            later: `offload` is called later; else offloading is a part of this action.
+            values: those that enter the stage, on its device; emptied, so that each tensor is freed after its last use.
+            whole: the backward follows at once, so nothing is offloaded and the last segment keeps its graph. Other
+                segments that recompute do so in the backward.
+            later: `offload` will be called; else this action offloads, and waits for the copies.
         """
         held = self._held[context.index] = _Held([SegmentState() for _ in self.segments])
         if self._tier is not None and not whole:
@@ -397,7 +398,7 @@ class Stage:
                     sent = {value: values[value] for value in self.ports.leaves if value in values}
                     if len(sent) == len(self.ports.leaves):
                         values.clear()
-                        return sent  # this segment's outputs are not read before the recomputation makes them again
+                        return sent  # nobody reads the outputs of this segment before they are recomputed
             call = held.call if segment.offloads and not again else None
             values = segment.run(context, values, state, wanted and not again, record=True, call=call)
             _leave_at_once(held, later)
@@ -406,7 +407,7 @@ class Stage:
         return {value: values[value] for value in self.ports.leaves}
 
     def offload(self, context: MicrobatchContext) -> Callable[[], None]:
-        """O: begin to offload the microbatch's tensors to the host tier; return the wait for it."""
+        """O: begin to offload the microbatch's tensors to the host tier; return a function that waits for the end."""
         call = self._held[context.index].call
         if call is None:
             return _nothing
@@ -414,13 +415,13 @@ class Stage:
         return call.settle
 
     def load(self, context: MicrobatchContext) -> None:
-        """L: begin to bring these tensors back. A read of one waits for it."""
+        """L: begin to copy the offloaded tensors back. Reading a tensor waits for its copy."""
         call = self._held[context.index].call
         if call is not None:
             call.come_back(beside=True)
 
     def recompute(self, context: MicrobatchContext) -> None:
-        """R: run the last interval that recomputes once more, with the same random numbers, and keep the graph."""
+        """R: recompute the last segment of which inputs were kept, with the same random numbers; keep its graph."""
         held = self._held[context.index]
         _bring_back(held)
         for place in reversed(range(len(self.segments))):
@@ -452,7 +453,7 @@ class Stage:
         held.outputs, held.loss = leaves, total
 
     def _samples(self, outputs: dict[str, Tensor], place: int, context: MicrobatchContext) -> dict[str, Tensor]:
-        """Part of the outputs that belongs to one of the call's microbatches."""
+        """Part of the outputs that belongs to the call's microbatch number `place`."""
         if len(context.microbatches) == 1:
             return outputs
         with torch.enable_grad():
@@ -468,8 +469,7 @@ class Stage:
             with torch.enable_grad():
                 parts = self._loss(outputs, known_targets(targets, self.device), context.normalisers)
         except StepRefused as refusal:
-            # the step goes on without this microbatch's gradient, so that every rank reaches the vote and refuses it
-            # there
+            # the step continues without this microbatch's gradient; at the vote, every rank refuses the step
             self.refusals[microbatch] = str(refusal)
             parts = {"loss": torch.full((), torch.nan)}
         finally:
@@ -485,16 +485,16 @@ class Stage:
         """B: differentiate the stage.
 
         Args:
-            gradients: from the stages behind it; taken out (empty on the last stage).
-            inputs_only: I: the gradients of parameters come with `backward_weights`.
+            gradients: of the values that leave the stage; emptied (empty on the last stage).
+            inputs_only: I: leave the gradients of parameters to `backward_weights`.
 
-        Returns the gradients that its ports name and whose values want one (zeros where nothing depends on a value).
+        Returns the gradients that the ports name, if their values have one; zeros where the loss depends on none.
         """
         held = self._held[context.index]
         if not inputs_only:
             del self._held[context.index]
         if not self.wants_backward(context):
-            return {}  # its inputs have no gradient from here either
+            return {}  # the stage's inputs get no gradient from here either
         _bring_back(held)
         sums = Gradients(gradients, self.ports.apart)
         for place in reversed(range(len(self.segments))):
@@ -513,7 +513,7 @@ class Stage:
         return {key: _as_spec(sums.of(key), context.specs[key[0]], self.device) for key in wanted}
 
     def _differentiate_loss(self, held: _Held, gradients: Gradients, scale: float) -> None:
-        """Begin the backward with the gradients of the loss's inputs."""
+        """Differentiate the loss with respect to the chain's outputs."""
         assert held.loss is not None
         assert held.outputs is not None
         if held.loss.requires_grad:
@@ -524,7 +524,7 @@ class Stage:
         held.loss = held.outputs = None
 
     def backward_weights(self, context: MicrobatchContext) -> None:
-        """W: compute the gradients of the parameters, after the input half."""
+        """W: compute the gradients of the parameters, after an I."""
         held = self._held.pop(context.index)
         while held.rests:
             held.rests.pop(0).run()
@@ -532,30 +532,30 @@ class Stage:
             held.call.end()
 
     def kept(self, microbatch: int) -> list[Tensor]:
-        """Tensors held of a microbatch between its actions, besides those that autograd saved (for profiling)."""
+        """Tensors kept of a microbatch between its actions, except those that autograd saved (for profiling)."""
         held = self._held[microbatch]
         inputs = [kept for state in held.states for kept in (state.inputs or {}).values()]
         more = (*inputs, *(held.outputs or {}).values())
         return [*self.entries(microbatch), *(tensor for tensor in more if isinstance(tensor, Tensor))]
 
     def rests(self, microbatch: int) -> list[WeightHalf]:
-        """Weight halves of the microbatch's backward, the last graph first, after its input half (for profiling)."""
+        """Weight halves of the microbatch's backward after an I, the last graph's first (for profiling)."""
         return self._held[microbatch].rests
 
     def entries(self, microbatch: int) -> list[Tensor]:
-        """Part of `kept` with which graphs begin, and which is not held where they are offloaded."""
+        """Leaves of the kept graphs, a part of `kept`; offloaded graphs have none."""
         graphs = [graph for state in self._held[microbatch].states for graph in state.graphs]
         return [leaf for graph in graphs for leaf in graph.leaves.values() if isinstance(leaf, Tensor)]
 
     def statistics(self, microbatch: int) -> list[Tensor]:
-        """Running statistics that the microbatch's forward has left until the end of the step (for profiling)."""
+        """Batch statistics of the microbatch's forward, kept until the end of the step (for profiling)."""
         return [tensor for layer in self.layers for tensor in layer.statistics.of(microbatch)]
 
     def evaluate(
         self, context: MicrobatchContext, values: dict[Value, Tensor]
     ) -> tuple[dict[Value, Tensor], dict[str, Tensor] | None]:
-        """Run the stage without keeping anything (the caller has set evaluation mode). Returns the values that leave
-        it, and on the last stage the inputs of the loss, by name.
+        """Run the stage and keep nothing; the caller has set evaluation mode. Returns the values that leave the stage
+        and, on the last stage, the chain's outputs by name.
         """
         for segment in self.segments:
             values = segment.run(context, values, SegmentState(), graph=False, record=False)
@@ -563,7 +563,7 @@ class Stage:
         return {value: values[value] for value in self.ports.leaves}, outputs
 
     def forget(self) -> None:
-        """Drop all traces of a broken-off step, gradients included."""
+        """Drop all traces of an interrupted step, also its gradients."""
         for held in self._held.values():
             if held.call is not None:
                 held.call.end()
@@ -581,7 +581,7 @@ def _leave_at_once(held: _Held, later: bool) -> None:
 
 
 def _bring_back(held: _Held) -> None:
-    """Bring back offloaded tensors that were not loaded, as a part of the action that reads them."""
+    """Copy back offloaded tensors for which there was no L, as a part of the action that reads them."""
     if held.call is not None:
         held.call.come_back(beside=False)
 

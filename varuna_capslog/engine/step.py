@@ -1,9 +1,9 @@
-"""Order of a training step and the vote that ends it, common to all engines.
+"""`train_step`, the order of a training step for any engine; and `Poll`, the vote, called by `PipelineEngine.vote`.
 
-The vote tells every rank in one exact sum what it must know of the step, before anything changes. The slots of one
-float64 vector are loss parts by microbatch, squared gradient norms by layer, requests to stop, the ranks that give a
-ballot and, in float16, the loss scale. Every slot has one owner, so all ranks get the same bits and reach the same
-verdict. No message follows it but updated values of layers whose moments only one replica keeps (`replicated`).
+The vote is one exact sum over all ranks, before anything changes: a float64 vector of loss parts by microbatch, squared
+gradient norms by layer, requests to stop, ranks with a ballot, seconds and, in float16, the loss scale. Every slot has
+one owner, so all ranks get the same bits and reach the same verdict. After the vote the only messages are updated
+values of layers whose moments one replica keeps (`replicated`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def train_step(
     load: Load,
     before_commit: Callable[[], None] | None = None,
 ) -> Verdict:
-    """Make one optimizer step on all ranks under the commit rule: nothing of the model changes before all ranks know
-    that the step is finite. After that a rank waits for others only where they update values for it.
+    """Make one optimizer step; all ranks call it. Commit rule: the model changes only after all ranks know that the
+    step is finite. After that a rank waits for others only where they update values for it.
 
     Args:
         step: counted from 1; with the run's seed it fixes all random numbers.
-        before_commit: called between the vote and the update, when all gradients are there.
+        before_commit: called between the vote and the update, when all gradients are complete.
 
-    Raises StepRefused where loss or gradients are not finite, with the model as before, PeerLost where a rank is gone.
+    Raises StepRefused, with the model unchanged, where the vote refuses the step, PeerLost where a rank is gone.
     """
     engine.compute(step, minibatch, load)
     verdict = engine.vote(step, minibatch)
@@ -61,7 +61,7 @@ def train_step(
 
 
 def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
-    """Raise CapslogError for another number of microbatches than the run's, which its sums are made for."""
+    """Raise CapslogError unless the minibatch has the run's number of microbatches."""
     if len(minibatch.inputs) != options.num_microbatches:
         raise CapslogError(
             f"the minibatch has {len(minibatch.inputs)} microbatches, the run is set to {options.num_microbatches}"
@@ -75,7 +75,7 @@ def data_failure(step: int, failures: Sequence[str | None]) -> str | None:
 
 
 class Poll:
-    """Votes of one engine. `part_names`: of the loss, where all ranks know them; otherwise the first vote tells."""
+    """Votes of one engine. part_names: names of the loss parts; None: the first vote gathers them."""
 
     def __init__(
         self, chain: Chain, communicator: Communicator, options: EngineOptions, part_names: Sequence[str] | None = None
@@ -94,16 +94,16 @@ class Poll:
         data: RankReport = NO_REPORT,
         loss_scale: LossScale | None = None,
     ) -> Verdict:
-        """Hold one vote; every rank calls it, also one without stages.
+        """Hold one vote; every rank calls it, also a rank without stages.
 
         Args:
-            last: the stages here that evaluated the loss; their parts and refusals are taken out.
-            squared_norms: by layer, on the rank that reports the layer.
-            ballot: gathered from all ranks, only if any rank's is not empty.
-            data: report of this rank; failures are gathered only if any rank had one.
+            last: this rank's stages that computed the loss; their parts and refusals are cleared.
+            squared_norms: of the gradients, by layer, for the layers that this rank reports.
+            ballot: this rank's message to all; ballots are gathered only if at least one is not empty.
+            data: report of this rank; failures are gathered only if there is one on some rank.
             loss_scale: of the step, on the rank that reports layer 0; None elsewhere.
 
-        Raises PeerLost where another rank is gone; whether others know the verdict cannot be said.
+        Raises PeerLost where another rank is gone; the remaining ranks may or may not have got the verdict.
         """
         count, layers, world = len(minibatch.inputs), len(self._chain), self._communicator.world_size
         names = self._names(last)
@@ -171,7 +171,7 @@ class Poll:
         return Verdict(step, parts, norm, scale, finite, refusal, stops > 0, ballots, **seconds, loss_scale=factor)
 
     def _names(self, last: Sequence[Stage]) -> list[str]:
-        """Names of the loss parts, sent once by the ranks that compute the loss."""
+        """Names of the loss parts, gathered once from the ranks that compute the loss."""
         if self.part_names is None:
             parts = [values for stage in last for values in stage.parts.values()]
             mine = next((list(values) for values in parts if len(values) > 1), None)
@@ -181,19 +181,19 @@ class Poll:
 
 
 def take_weight(parts: dict[str, float], count: int) -> float:
-    """Take `COUNTED` out of the parts of a minibatch's loss; return the mean weight of its `count` microbatches.
-    Gradients and parts are divided by it, which makes of the sum of weighted means the mean over all targets.
+    """Remove `COUNTED` from the loss parts of a minibatch; return the mean weight of its `count` microbatches.
+    Gradients and loss parts divided by this weight are means over all targets of the minibatch.
     """
     return parts.pop(COUNTED, float(count)) / count
 
 
 def no_targets(step: int) -> str:
-    """Reason to refuse a step of weight 0."""
+    """Reason to refuse a step whose minibatch has the weight 0 (`take_weight`)."""
     return f"step {step}: none of its targets counts in the loss; nothing was applied"
 
 
 def _fold(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Sum over the rows, one after the other, in float64."""
+    """Sum of the rows, added in their order in float64."""
     total = [0.0] * len(rows[0])
     for row in rows:
         total = [partial + value for partial, value in zip(total, row, strict=True)]

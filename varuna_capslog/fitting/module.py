@@ -1,6 +1,6 @@
 """Makes an ordinary module train within a budget of bytes, in the user's own training loop.
 
-The module is captured as a chain (`model/capture`); `search` chooses its memory intervals and runs it with them.
+The module is captured as a chain (`model/capture`); `search` chooses memory intervals and runs the chain with them.
 Outside training (eval mode, no gradients) the module's own forward runs.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["FittedModule", "fit"]
 _log = logging.getLogger(__name__)
 
 _Key = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype] | str, ...]]
-"""Nesting of a call's arguments; shape and dtype of each tensor among them, text of each other value."""
+"""Nesting of a call's arguments; shape and dtype of each tensor in them, and repr of each other value."""
 
 
 def fit(
@@ -43,28 +43,28 @@ def fit(
     moments: int = 2,
     host_bandwidth: str | None = None,
 ) -> FittedModule:
-    """Return the module so that a training step on one device stays within `budget` bytes and is fastest.
+    """Return a module that trains like `model`, as fast as possible with at most `budget` bytes on one device.
 
-    Outputs, losses and gradients are bitwise those of `model`, dropout and batch norm included: what is not kept runs
-    again with the same random numbers, and counts no running statistics twice. The budget holds for one step of a loop
-    that clears its gradients before each forward: parameters, gradients, moments, buffers, the inputs, and the memory
-    of forward, loss and backward. On CUDA it is the value of `torch.cuda.max_memory_allocated`; the context and the
-    memory of an optimizer while it updates come on top.
+    Outputs, losses and gradients are bitwise those of `model`, also with dropout and batch norm: recomputation uses the
+    same random numbers and does not update running statistics again. The budget includes, for a loop that clears its
+    gradients before each forward: parameters, gradients, moments, buffers, inputs, and the memory of forward, loss and
+    backward. On CUDA it is the value of `torch.cuda.max_memory_allocated`; the CUDA context and the temporary memory of
+    the optimizer's update are not included.
 
     Args:
         model: on the device on which it trains; its parameters, buffers and submodules are used, not copied.
         sample: one batch: a tensor, a tuple of positional or a dict of keyword arguments.
         budget: such as "8GB" or 8e9.
-        loss: maps the model's result to the scalar that is differentiated, so that its memory counts. None: the model's
-            output named `loss`, or the sum of its floating-point outputs.
-        cut_points: submodules before which a range may begin or end; None: every repeated block.
+        loss: maps the model's result to the scalar that is differentiated; for its memory. None: the model's output
+            named `loss`, or the sum of its floating-point outputs.
+        cut_points: submodules before which a memory interval may begin or end; None: every repeated block.
         precision: "float32", or "bfloat16" or "float16" for a loop under autocast, which scales float16 losses itself.
-        moments: tensors of its own size that the optimizer keeps for each parameter: 2 for Adam, 0 for plain SGD.
-        host_bandwidth: between device and host, such as "12GB/s": saved tensors may also be offloaded to the host.
+        moments: number of tensors of a parameter's size that the optimizer keeps: 2 for Adam, 0 for plain SGD.
+        host_bandwidth: between device and host, such as "12GB/s": saved tensors may then be offloaded to the host.
             None, or a model on the CPU: nothing is offloaded.
 
     Raises:
-        DoesNotFit: no choice stays within the budget; the sentence gives the static floor and the smallest budget.
+        DoesNotFit: no choice stays within the budget; the error names the static bytes and the smallest budget.
         CapslogError: a size that cannot be read; a model that cannot be captured, or run on fake tensors.
     """
     size = parse_bytes(budget, "budget")
@@ -79,11 +79,10 @@ def fit(
 
 
 class FittedModule(nn.Module):
-    """Module returned by `fit`: the model with its own parameters, buffers and submodules under their own names. When
-    it is printed, the first lines are its `summary`.
+    """Module returned by `fit`, with the model's own parameters, buffers and submodules; its repr has its `summary`.
 
-    A batch of other shapes is fitted when it first comes, within the same budget, which takes as long as `fit`. Hooks
-    on the module itself do not run while it trains, nor those of submodules that were cut open.
+    A batch of new shapes is fitted to the same budget at its first call, which takes as long as `fit`. In training,
+    hooks do not run if they are on the model itself or on a submodule that contains cuts.
     """
 
     def __init__(
@@ -95,43 +94,43 @@ class FittedModule(nn.Module):
         loop: Loop,
     ) -> None:
         super().__init__()
-        # the module's own tables, so that moving, loading and listing affect both
+        # the model's own dicts, so that moving and loading affect both modules
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
-        self._model = (model,)  # in a tuple it is no submodule
+        self._model = (model,)  # in a tuple, so that it is not registered as a submodule
         self._budget, self._loss, self._cut_points, self._loop = budget, loss, cut_points, loop
         self._runs: dict[_Key, _Run] = {}
-        self._warned = False  # of batch norms over one sample
+        self._warned = False  # about batch norms over one sample
 
     @property
     def fits(self) -> list[Fit]:
-        """Choices, in the order in which shapes came."""
+        """Choices for each shape of batch, in the order of their first calls."""
         return [run.fit for run in self._runs.values()]
 
     @property
     def summary(self) -> str:
-        """Predicted peak, budget, and what is recomputed or offloaded, for each shape of batch."""
+        """Text with predicted peak, budget, and recomputed or offloaded layers, for each shape of batch."""
         return "\n".join(f"for {_shapes(key)}: {run.fit.summary}" for key, run in self._runs.items())
 
     def extra_repr(self) -> str:
-        """Return the summary, below what the model itself prints of its settings."""
+        """Return the model's own `extra_repr`, followed by the summary."""
         return "\n".join(filter(None, (self._model[0].extra_repr(), self.summary)))
 
     def train(self, mode: bool = True) -> FittedModule:
-        """Set the mode of the module itself, whose own `train` may leave parts in eval mode."""
+        """Set the mode by the model's own `train`, which may leave parts in eval mode."""
         self._model[0].train(mode)
         self.training = mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's result."""
+        """Return the model's result."""
         model = self._model[0]
         if not (self.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
         return self.fit_for(args, kwargs)(args, kwargs, model)
 
     def fit_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
-        """Run of calls with such arguments; raises as `fit`. Captures anew where attributes or submodules changed."""
+        """Run for calls with these arguments; raises as `fit`. Captures again if attributes or submodules changed."""
         model = self._model[0]
         key = _key(_bound(model, args, kwargs))
         run = self._runs.get(key)
@@ -143,7 +142,7 @@ class FittedModule(nn.Module):
         return run
 
     def _warn(self, key: _Key) -> None:
-        """Warn, once, of batch norms that see one sample at a time."""
+        """Warn once about batch norms that normalise over one sample."""
         if self._warned or not _has_one_sample(key):
             return
         model = self._model[0]
@@ -155,7 +154,7 @@ class FittedModule(nn.Module):
 
 
 class _Run:
-    """Calls with arguments of certain shapes. `state`: attributes of the modules whose code the chain does not run."""
+    """Captured chain for calls of certain shapes. state: attributes of modules whose code the chain does not run."""
 
     def __init__(self, fit: Fit, chain: Chain, state: PythonState) -> None:
         self.fit, self.chain, self._state = fit, chain, state
@@ -163,12 +162,12 @@ class _Run:
 
     @property
     def runs_itself(self) -> bool:
-        """True where the module itself is called."""
+        """True where the model itself is called, as nothing is recomputed or offloaded."""
         return self._segments is None
 
     @property
     def changed(self) -> bool:
-        """True where the module has other attributes than when it was captured."""
+        """True where attributes of the model have changed after the capture."""
         return not self.runs_itself and bool(self._state.changes())
 
     @classmethod
@@ -180,8 +179,8 @@ class _Run:
         options: tuple[Any, ...],
         previous: _Run | None,
     ) -> _Run:
-        """Capture the module, and choose the intervals; those of `previous`, the run of such calls until some attribute
-        changed, are used again where the same layers are captured.
+        """Capture the model, and choose the intervals. previous: run for such calls before attributes changed; its
+        intervals are used again if the same layers are captured.
         """
         budget, loss, cut_points, loop = options
         bound = _bound(model, args, kwargs)
@@ -221,7 +220,7 @@ class _Run:
 
 
 def _structure(chain: Chain) -> object:
-    """Key that is equal for chains whose layers run the same operators, with whatever numbers."""
+    """Key that is equal for chains whose layers run the same operators, also with other constants."""
     return [
         (layer.name, layer.reads, layer.writes, [(node.op, str(node.target)) for node in layer.module.graph.nodes])
         if isinstance(layer.module, fx.GraphModule)
@@ -231,10 +230,10 @@ def _structure(chain: Chain) -> object:
 
 
 class _Leaving(nn.Module):
-    """Layer that passes on the tensors that it reads."""
+    """Last layer of a searched chain: it returns the outputs of the layers before."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the tensors, so that each is written here."""
+        """Return views of the tensors, so that this layer counts as their writer."""
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
 
@@ -261,7 +260,7 @@ def _differentiated(chain: Chain, loss: Callable[[Any], Tensor] | None) -> Calla
 
 
 def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments as the capture takes them, so that equal calls look alike: by name, in signature order, if named."""
+    """Arguments in the form that the capture takes: by name in the order of the signature, if they have names."""
     signature = inspect.signature(model.forward)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
@@ -281,7 +280,7 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _key(bound: Any) -> _Key:
-    """Key that is equal for calls that one captured chain serves."""
+    """Key that is equal for calls that one captured chain can run."""
     leaves, spec = pytree.tree_flatten(bound)
     return str(spec), tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
@@ -289,12 +288,12 @@ def _key(bound: Any) -> _Key:
 
 
 def _has_one_sample(key: _Key) -> bool:
-    """True where the tensors of such calls have one sample each; those without a dimension do not count."""
+    """True where all tensors of a call have one sample; tensors without dimensions do not count."""
     batches = {leaf[0][0] for leaf in key[1] if not isinstance(leaf, str) and leaf[0]}
     return batches == {1}
 
 
 def _shapes(key: _Key) -> str:
-    """Text of the tensors of such calls: float32[8,3,224,224]."""
+    """Text with dtype and shape of a call's tensors, such as float32[8,3,224,224]."""
     tensors = [leaf for leaf in key[1] if not isinstance(leaf, str)]
     return ", ".join(f"{str(dtype).partition('.')[2]}[{','.join(map(str, shape))}]" for shape, dtype in tensors)

@@ -1,4 +1,4 @@
-"""Memory intervals for one device: the choice that fits a budget, and the captured module run by it."""
+"""Memory intervals for one device: chooses those that fit a budget, and runs a captured module with them."""
 
 from __future__ import annotations
 
@@ -38,22 +38,21 @@ from varuna_capslog.profiling.trim import with_real_layers
 __all__ = ["Fit", "Loop", "SegmentedChain", "StepSearch"]
 
 
-# -- Runs a captured chain in one autograd graph, each range of its layers treated as its memory interval states.
+# -- Runs a captured chain in one autograd graph, in which memory intervals recompute or offload ranges of layers.
 #
-# `torch.utils.checkpoint` (without reentrance) recomputes a range, with torch's random numbers replayed; hooks of
-# autograd's saved tensors offload tensors to the host and bring them back. Values, gradients and the order in which
-# gradients are added are those of the chain without intervals. Side effects that a recomputed range must not repeat
-# are undone here: counting its batch in the running statistics of batch norms, drawing from Python's and numpy's
-# generators, and changing attributes.
+# `torch.utils.checkpoint` (not reentrant) recomputes a range with the same random numbers of torch; hooks offload the
+# tensors that autograd saves. Values, gradients and the order in which gradients are added are those of the chain
+# without intervals. Side effects that a recomputation must not repeat are undone here: updates of batch norms' running
+# statistics, draws from Python's and numpy's generators, and changes of attributes.
 
 
 _Form = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
-"""Dtype, size, stride and offset of a tensor on its storage."""
+"""Dtype, size, stride and offset by which a tensor views its storage."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Layers that are treated alike; names of the tensors that they read from before, and of those read behind them."""
+    """Layers of a memory interval, or between intervals. reads, writes: names of tensors that enter and that leave."""
 
     piece: MemoryInterval
     reads: tuple[str, ...]
@@ -61,7 +60,7 @@ class _Span:
 
 
 class SegmentedChain:
-    """Layers before `end` of a chain, with rising memory intervals; layers in none keep what autograd saves."""
+    """Layers of a chain before `end`, with rising memory intervals; other layers keep what autograd saves."""
 
     def __init__(self, chain: Chain, intervals: Sequence[MemoryInterval], end: int) -> None:
         self._chain, self.end, self._python = chain, end, runs_python(chain.layers)
@@ -76,7 +75,7 @@ class SegmentedChain:
         return _Span(piece, tuple(reads), tuple(name for name in self._chain.crossing(piece.end) if name in written))
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that cross the cut behind the last layer, by name."""
+        """Return the tensors that cross the cut at `end`, by name."""
         values = dict(inputs)
         for part in self._parts:
             outputs = self._run_part(part, [values[name] for name in part.reads])
@@ -111,7 +110,7 @@ class SegmentedChain:
 
 
 def _taken(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors and remove them from the list, so that nothing else holds a tensor that a layer has read."""
+    """Yield the tensors and remove them from the list, so that the list keeps no tensor alive."""
     taken = tensors[:]
     tensors.clear()
     while taken:
@@ -119,7 +118,7 @@ def _taken(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 class _Again:
-    """State that the Python code of modules draws from and changes, before it runs for the first time."""
+    """State of random generators before the first run of the modules' Python code, for its recomputation."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._parts = {
@@ -130,7 +129,7 @@ class _Again:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Make the code draw the same numbers again; undo its draws and changes at the end."""
+        """Restore the generators for a recomputation; undo its draws and its changes of attributes at the end."""
         now, state = RandomStates(self._generators), PythonState(self._parts, files=True)
         self._before.put_back()
         try:
@@ -142,7 +141,7 @@ class _Again:
 
 @contextlib.contextmanager
 def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[None]:
-    """Make batch norms write their running statistics into copies, which are dropped at the end."""
+    """Context in which batch norms update copies of their running statistics, which are dropped at the end."""
     norms = [
         part
         for module in modules
@@ -163,7 +162,7 @@ def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[N
 
 
 class _Away:
-    """Storage that is on the host."""
+    """Offloaded storage."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._device = storage.device
@@ -173,7 +172,7 @@ class _Away:
         self._back: weakref.ref[torch.UntypedStorage] | None = None
 
     def get(self, form: _Form) -> Tensor:
-        """Return a tensor on it, on the device again; tensors that are there together share one copy."""
+        """Return a tensor of this storage on the device; tensors that are alive together share one copy."""
         dtype, size, stride, offset = form
         back = None if self._back is None else self._back()
         if back is None:
@@ -187,7 +186,7 @@ class _Away:
 def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
     """Context in which saved tensors are offloaded to the host, except those on the storages of `apart_from`.
 
-    Copies run on the device's current stream, in order with its work, to and from memory that is pinned where possible.
+    Copies run on the device's current stream, to and from host memory that is pinned where possible.
     """
     stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
     stored: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}
@@ -198,7 +197,7 @@ def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
             return tensor
         key = storage._cdata, tensor._version
         held = stored.get(key)
-        if held is None or held[0]() is None:  # an address may be used again, and a tensor may have been written since
+        if held is None or held[0]() is None:  # a new storage may have a freed one's address, and a tensor new contents
             held = stored[key] = weakref.ref(storage), _Away(storage)
         return held[1], (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -210,13 +209,13 @@ def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
 
 # -- Search for the choice of memory intervals that fits a budget.
 #
-# An estimate of the layers and `planners/intervals` with one call in flight propose the fastest choice; its own
-# program is then rehearsed on fake tensors, as `profiling/rehearsal` does for ranks. Where the estimate and the
-# rehearsal differ, the search is repeated with the error of the estimate. Nothing runs on the device.
+# `planners/intervals`, with one call in flight, proposes the fastest choice by an estimated profile; a step with this
+# choice is then rehearsed on fake tensors, as in `profiling/rehearsal`. The search is repeated with a budget corrected
+# by the difference between estimate and rehearsal. Nothing runs on the device.
 
 
 _ROUNDS = 8
-"""Most choices that are rehearsed for one budget."""
+"""Largest number of choices that are rehearsed for one budget."""
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]
 """Maps the tensors that leave the chain, by name, to the scalar that is differentiated."""
@@ -226,8 +225,8 @@ Loss = Callable[[Mapping[str, Tensor]], Tensor]
 class Loop:
     """Settings of the loop in which the module trains.
 
-    precision: "float32", or "bfloat16" or "float16" for a loop under autocast. moments: per trained parameter, tensors
-    of its size that the optimizer keeps. host_bandwidth: bytes per second; None: nothing is offloaded.
+    precision: "float32", or "bfloat16" or "float16" for a loop under autocast. moments: number of tensors of a trained
+    parameter's size that the optimizer keeps. host_bandwidth: bytes per second; None: nothing is offloaded.
     """
 
     precision: str = "float32"
@@ -236,16 +235,16 @@ class Loop:
 
 
 _MOST_NAMED = 4
-"""Most ranges of layers that a summary names."""
+"""Largest number of ranges of layers that a summary names."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Choice for training a module within a budget.
+    """Memory intervals chosen for training a module within a budget.
 
-    intervals: of the layers `names`; the others keep what autograd saves. peak_bytes: rehearsed, of one step (see
-    `fit`); static_bytes: the part of it that no choice changes. again_seconds: estimated, of recomputed forwards,
-    beside step_seconds, a forward and a backward with everything kept.
+    names: of the layers; those in no interval keep what autograd saves. peak_bytes: of one step, rehearsed (see `fit`);
+    static_bytes: the part of it that is the same for any choice. step_seconds: estimated, of a forward and a backward
+    with everything kept; again_seconds: estimated, of the recomputed forwards.
     """
 
     names: tuple[str, ...]
@@ -258,7 +257,7 @@ class Fit:
 
     @property
     def summary(self) -> str:
-        """Predicted peak and budget, and on a second line what is recomputed or offloaded to stay within it."""
+        """Text of two lines: predicted peak and budget; recomputed and offloaded layers."""
         treated = [
             f"{what} of {sum(end - first for first, end in ranges)} of {len(self.names)} layers ({self._named(ranges)})"
             for what, ranges in (
@@ -277,14 +276,14 @@ class Fit:
         return list(ranges_of(layers)) if layers else []
 
     def _named(self, ranges: Sequence[tuple[int, int]]) -> str:
-        """Names of the first and the last layer of some ranges."""
+        """Text with the first and last layer of each range, up to `_MOST_NAMED` ranges."""
         ends = [dict.fromkeys((self.names[first], self.names[end - 1])) for first, end in ranges]
         shown = [" to ".join(names) for names in ends]
         return ", ".join(shown if len(shown) <= _MOST_NAMED else [*shown[:_MOST_NAMED], "..."])
 
 
 class StepSearch:
-    """Search for the intervals of one step of a module on one device. The last layer of `chain` passes on the outputs
+    """Search for the memory intervals of a module's step on one device. The last layer of `chain` returns the outputs
     of the captured layers, which `loss` maps to the scalar that is differentiated.
     """
 
@@ -300,7 +299,7 @@ class StepSearch:
         handling = Handling(host_bandwidth=loop.host_bandwidth, copies_beside=False)
         offloads = loop.host_bandwidth is not None and device.type != "cpu"
         kinds = [kind for kind in INTERVAL_KINDS if offloads or kind == "recompute"]
-        # nothing is recomputed behind the last layer, which belongs to the user: its outputs leave in any case
+        # no interval includes the last layer: its outputs go to the user and are kept in any case
         self._fronts_by = partial(
             IntervalSearch, self._ranges, handling=handling, firsts=[0], kinds=kinds, borders=range(self._end + 1)
         )
@@ -313,7 +312,7 @@ class StepSearch:
         self.static_bytes = sum(tensor.nbytes for tensor in held) + (1 + loop.moments) * self._trained_bytes
 
     def fit(self, budget: int) -> Fit:
-        """Return the fastest choice within the budget. Raises DoesNotFit, with static floor and smallest budget."""
+        """Return the fastest choice within the budget. Raises DoesNotFit, with static bytes and smallest budget."""
         if self.peak_bytes(()) <= budget:
             return self._fit((), budget, 0.0)
         best = self._fastest(budget)
@@ -329,8 +328,8 @@ class StepSearch:
         )
 
     def _fastest(self, budget: int) -> Fit | None:
-        """Return the fastest of some choices that fit by their rehearsal. The estimate searches within the budget,
-        corrected by its error for the last choice, and within the bounds of earlier answers.
+        """Return the fastest rehearsed choice that fits, or None. Each choice is searched with the budget corrected by
+        the estimate's error for the last choice, between the bounds that earlier rehearsals showed.
         """
         low, high = 0.0, float(stage_bytes(self._ranges, 0, self._end, (), 1))
         usable, best = float(budget + self._off(())), None
@@ -354,13 +353,13 @@ class StepSearch:
         return best
 
     def _least(self) -> tuple[int, tuple[MemoryInterval, ...]]:
-        """Return the fewest rehearsed bytes among the smallest choices, and that choice. All layers count as equally
-        slow: measured rates differ from time to time, and a budget that was reported once must be enough again.
+        """Return the fewest rehearsed bytes of some choices near the smallest estimate, and that choice. All layers
+        count as equally slow: measured rates vary, and a budget that was reported once must be enough again.
         """
         steps = np.arange(self._profile.num_layers + 1, dtype=float)
         fronts = self._fronts_by(LayerSeconds(steps, 2 * steps, 0 * steps, 0 * steps, 0 * steps))
         smallest, candidates = fronts.least_bytes(0, self._end, 1)[0], []
-        for part in (1.0, 1.02, 1.05, 1.1):  # the smallest by the estimate need not be the smallest by its own program
+        for part in (1.0, 1.02, 1.05, 1.1):  # the smallest by estimate need not be the smallest by rehearsal
             choice = fronts.cheapest(0, self._end, 1, part * smallest)
             if choice is not None:
                 candidates.append((self.peak_bytes(choice.intervals), choice.intervals))
@@ -380,8 +379,8 @@ class StepSearch:
         return Fit(names, intervals, budget, peak, self.static_bytes, self._keeping_seconds, again)
 
     def peak_bytes(self, intervals: tuple[MemoryInterval, ...]) -> int:
-        """Return the most bytes that a step with these intervals takes on the device, as its allocator counts;
-        gradients are None when it begins. Raises CapslogError where a layer or the loss cannot run on fake tensors.
+        """Return the rehearsed peak of a step with these intervals, as the device's allocator would count it, without
+        gradients at its beginning. Raises CapslogError where a layer or the loss cannot run on fake tensors.
         """
         if intervals not in self._peaks:
             self._peaks[intervals] = self._rehearsed(intervals)
@@ -426,7 +425,7 @@ class StepSearch:
 
 
 class _CapturedModule(Workload):
-    """Estimator's view of a step: an existing chain, its inputs and its loss."""
+    """Workload of an existing chain, its inputs and its loss, for the estimator."""
 
     def __init__(self, chain: Chain, specs: Mapping[str, TensorSpec], loss: Loss) -> None:
         self.name, self._chain, self._specs, self._loss = chain.name, chain, specs, loss

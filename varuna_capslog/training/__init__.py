@@ -1,1 +1,1 @@
-"""The loop over steps, and its records: the state of each layer, checkpoints, the order of data, metrics."""
+"""The training loop, layer states and their followers, checkpoints, the order of data, and metrics."""

@@ -1,7 +1,7 @@
 """Checkpoints on disk: folders `step-XXXXXXXX` with one file per layer and a manifest of sizes and digests.
 
-A checkpoint is written under another name and renamed when everything is on disk: a crash or a full disk leaves the
-previous one unchanged.
+A checkpoint is written under a temporary name and renamed when it is complete on disk, so that a crash or a full disk
+leaves the previous checkpoint unchanged.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Complete checkpoint on disk; `manifest` is its JSON."""
+    """Complete checkpoint on disk. manifest: content of its manifest.json."""
 
     path: Path
     manifest: Mapping[str, Any]
 
     @property
     def step(self) -> int:
-        """Last optimizer step that it contains."""
+        """Step after which it was written."""
         return int(self.manifest["step"])
 
     def layer(self, name: str, mapped: bool = False) -> dict[str, Any]:
-        """{"parameters", "buffers", "optimizer"} of a layer, in float16 "scaler" too, on the CPU, its digest checked.
+        """State of a layer on the CPU, its digest checked: "parameters", "buffers", "optimizer"; in float16 "scaler".
 
-        mapped: leave the tensors in the file until they are read. Raises CapslogError where it is missing or damaged.
+        mapped: map the tensors from the file into memory. Raises CapslogError where the file is missing or damaged.
         """
         entry = self.manifest["layers"].get(name)
         if entry is None:
@@ -70,7 +70,7 @@ class Checkpoint:
         return loaded
 
     def weights(self, name: str, mapped: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers of a layer to compute with: averages where there are any. Arguments as `layer`."""
+        """Parameters and buffers of a layer for inference: averages, if the run has any. Arguments as `layer`."""
         state = self.layer(name, mapped)
         averages = {parameter: kept[AVERAGE] for parameter, kept in state["optimizer"].items() if AVERAGE in kept}
         weights: dict[str, Tensor] = state["parameters"] | averages | state["buffers"]
@@ -78,7 +78,7 @@ class Checkpoint:
 
 
 def _is_layer(state: Any) -> bool:
-    """True where the content of a file has the form of `stored_layers.to_checkpoint`."""
+    """True where a file's content has the form that `stored_layers.to_checkpoint` writes."""
     kinds = ("parameters", "buffers", "optimizer")
     if not isinstance(state, dict) or not all(isinstance(state.get(kind), dict) for kind in kinds):
         return False
@@ -97,10 +97,9 @@ def _is_layer(state: Any) -> bool:
 
 
 def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool = False) -> Any:
-    """Content that `torch.save` wrote into a file, on the CPU. Raises CapslogError where it is missing or damaged.
+    """Content of a file of `torch.save`, on the CPU. Raises CapslogError where the file is missing or damaged.
 
-    advice: end of the error's sentence. digest: of the file in the manifest. mapped: leave the tensors in the file
-    until they are read.
+    advice: end of the error's sentence. digest: expected digest of the file. mapped: map the tensors into memory.
     """
     try:
         if digest is not None and files.digest_of(path) != digest:
@@ -114,7 +113,7 @@ def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool =
 
 
 def publish(partial: Path, final: Path, replaced: Path) -> None:
-    """Give a complete checkpoint its name; an existing one of that name is moved to `replaced` and then removed."""
+    """Rename a complete checkpoint to `final`; an existing one of that name is moved to `replaced` and then removed."""
     files.sync_folder(partial)
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -125,7 +124,7 @@ def publish(partial: Path, final: Path, replaced: Path) -> None:
 
 
 def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Save with torch and sync; return size and digest for the manifest. Raises OSError, also for a full disk."""
+    """Save and sync a file; return its size and digest for the manifest. Raises OSError, also for a full disk."""
     with open(path, "wb", opener=files.no_link) as file:
         _save(file, state)
         file.flush()
@@ -134,7 +133,7 @@ def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, state: Mapping[str, Any]) -> None:
-    """Save with torch, completely or not at all, for files that several processes may write alike. Raises OSError."""
+    """Save a file atomically, since several processes may write the same content at once. Raises OSError."""
     with files.whole_file(path) as file:
         _save(file, state)
 
@@ -143,24 +142,24 @@ def _save(file: BinaryIO, state: Mapping[str, Any]) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        # torch's zip writer reports a failed write as a RuntimeError of its own
+        # torch's zip writer reports a failed write as a RuntimeError
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise OSError(None, str(error).splitlines()[0]) from error
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """Size and digest of a file, as a manifest names them."""
+    """Entry of a file in a manifest: its size and digest."""
     return {"bytes": path.stat().st_size, "digest": files.digest_of(path)}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Checkpoint in a folder, its manifest read and the sizes of its files checked. Raises as `check_manifest`."""
+    """Read the manifest of a checkpoint's folder and check the sizes of its files. Raises as `check_manifest`."""
     return Checkpoint(path, read_manifest(path))
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Newest complete checkpoint in a run's `checkpoints/` (None if there is none), and problems of newer ones."""
+    """Newest complete checkpoint in a run's `checkpoints/`, or None; and the errors of newer, damaged checkpoints."""
     skipped: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
@@ -171,7 +170,7 @@ def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def passed_over(checkpoint: Checkpoint | None, skipped: Sequence[str]) -> list[str]:
-    """Lines for the user about `latest_checkpoint`, where a run does not continue from the newest checkpoint."""
+    """Lines for the user about damaged checkpoints that `latest_checkpoint` skipped."""
     lines = [f"passed over a checkpoint: {problem.removesuffix(f'; {REMEDY}')}" for problem in skipped]
     if skipped and checkpoint is None:
         lines.append("no checkpoint is whole: the run begins anew")
@@ -179,7 +178,7 @@ def passed_over(checkpoint: Checkpoint | None, skipped: Sequence[str]) -> list[s
 
 
 def best_checkpoint(folder: Path) -> Checkpoint:
-    """Checkpoint with the best score, else the newest. Raises CapslogError where there is none, or it is damaged."""
+    """Checkpoint with the best score; without scores, the newest. Raises CapslogError if it is missing or damaged."""
     best = read_best(folder)
     if best is not None:
         try:
@@ -194,21 +193,21 @@ def best_checkpoint(folder: Path) -> Checkpoint:
 
 
 def prune(folder: Path, keep: int, spare: Iterable[int] = (), beside: bool = False) -> None:
-    """Remove all but the `keep` newest checkpoints and the steps in `spare`, and leftovers of interrupted writes.
+    """Remove old checkpoints, except the `keep` newest and the steps in `spare`, and leftovers of interrupted writes.
 
-    beside: they lose their names now, and a thread frees the disk, which may take a second for large files.
+    beside: rename them now, and delete them in a thread, which for large files may take a second.
     """
     spared = {f"step-{step:08d}" for step in spare}
     removed = [path for path in sorted(folder.glob("step-*"))[:-keep] if path.name not in spared]
     removed += folder.glob(".partial-*")
     if beside and removed:
         with contextlib.suppress(OSError):
-            # should the process end first, the next call finds it among the leftovers
+            # if the process ends first, the next call removes this folder as a leftover
             away = Path(tempfile.mkdtemp(prefix=".partial-removed-", dir=folder))
             for path in removed:
                 os.replace(path, away / path.name)
             thread = OwnedThread("old checkpoints", shutil.rmtree, logged, away, True)
-            thread.daemon = False  # the process ends when they are gone
+            thread.daemon = False  # the process does not exit before they are deleted
             thread.start()
             return
     for path in removed:

@@ -1,7 +1,7 @@
-"""Writes the checkpoint of one step together with all ranks, at a boundary or during the steps that follow it.
+"""Writes the checkpoint of one step together with all ranks, at a boundary or during the following steps.
 
-During training the loop stops only while the state is copied; a thread of each rank writes the copy. The checkpoint
-gets its name when all ranks have written, at a later boundary that all ranks reach. `Boundaries` decides when.
+During the steps, training stops only while the state is copied; a thread of each rank writes the copy. When all ranks
+have written, the checkpoint is completed at the next boundary. `loop.Boundaries` calls this module.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = ["CheckpointWriter", "HostCopies"]
 
 
 _WRITTEN = b"written|"
-"""In front of the ballots of a rank that has written its part. A plain ballot is empty or JSON."""
+"""Prefix of ballots from a rank that has written its part. A ballot without it is empty or JSON."""
 
 _Written = tuple[str | None, dict[str, Any]]
-"""The reason why a rank could not write (None: it could), and the manifest's entries of its layers."""
+"""Reason why a rank could not write, or None; and the manifest's entries of its layers."""
 
 
 class HostCopies:
-    """Host memory for copies of one engine's layers, kept for the next checkpoint, since new memory costs the loop
-    several times as much as the copying (`benchmarks/checkpoint`). One checkpoint at a time may use it.
+    """Host memory for copies of one engine's layers, reused by later checkpoints, since allocating memory takes several
+    times as long as the copy (`benchmarks/checkpoint`). Only one checkpoint at a time may use it.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], Tensor] = {}
 
     def copy(self, layer: int, key: str, tensor: Tensor) -> Tensor:
-        """Copy to the CPU, into the memory of the last copy of this layer and key if shape and type are the same."""
+        """Copy a tensor to the CPU; reuses the last copy of this layer and key if shape and dtype are the same."""
         kept = self._kept.get((layer, key))
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
             kept = self._kept[layer, key] = tensor.detach().to("cpu", copy=True)
@@ -55,16 +55,16 @@ class HostCopies:
 
 
 class CheckpointWriter:
-    """Checkpoint of one step, from its beginning to its name; every rank makes one at the same boundary.
+    """Writer of one step's checkpoint; every rank makes one at the same boundary.
 
     Args:
         folder: the run's `checkpoints/`.
         engine: of this rank; each layer is written by its `layout.reporter`.
-        extra: further entries of the manifest (config digest, data position, ...).
-        copies: copy the state into these now, and write them in a thread; None: training waits for the disk.
+        extra: further entries of the manifest ("constants", "data", "cuts").
+        copies: memory for a copy of the state, made now and written by a thread; None: `complete` writes the state.
 
     Attributes:
-        stall_seconds: time for which training has stopped for it so far.
+        stall_seconds: time for which training has stopped for this checkpoint so far.
     """
 
     def __init__(
@@ -91,24 +91,24 @@ class CheckpointWriter:
 
     @property
     def seconds(self) -> float:
-        """Seconds since its beginning."""
+        """Seconds since this checkpoint was begun."""
         return time.monotonic() - self._began
 
     def sealed(self, ballot: bytes) -> bytes:
-        """Ballot of a vote, marked if this rank has written its part."""
+        """Ballot, marked if this rank has written its part."""
         return _WRITTEN + ballot if self._writing is not None and self._writing.done() else ballot
 
     @staticmethod
     def opened(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], bool]:
-        """Return the ballots as they were before `sealed`, and whether all ranks have written."""
+        """Return the ballots without the marks of `sealed`, and True if all ranks have written."""
         plain = tuple(ballot.removeprefix(_WRITTEN) for ballot in ballots)
         return plain, all(ballot.startswith(_WRITTEN) for ballot in ballots)
 
     def complete(self, tidy: Callable[[], None] = lambda: None) -> Path:
-        """Wait until all ranks have written, and give the checkpoint its name; every rank calls this together.
+        """Wait until all ranks have written, and give the checkpoint its final name; all ranks call this together.
 
-        tidy: called on rank 0 once the checkpoint has its name, before any rank can begin the next one. Raises
-        DiskFailed on every rank when any could not write (full disk, no permission); nothing was replaced.
+        tidy: called on rank 0 after the renaming, before any rank can begin the next checkpoint. Raises DiskFailed on
+        every rank when any rank could not write (full disk, no permission); no checkpoint was replaced then.
         """
         began, step, communicator = time.monotonic(), self.step, self._engine.communicator
         written = communicator.gather(communicator.together(self._written))
@@ -116,15 +116,15 @@ class CheckpointWriter:
         final = self._folder / f"step-{step:08d}"
 
         def publish() -> str | None:
-            """Write manifest and name on rank 0; where its disk is slow, the others do not take it for lost."""
+            """Write the manifest and rename on rank 0; `together` keeps the other ranks waiting for a slow disk."""
             if communicator.rank:
                 return None
             try:
                 self._write_manifest({name: entry for _, theirs in written for name, entry in theirs.items()})
-                # `prune` removes what was replaced, should we not come to it
+                # if this process ends before it removes the replaced checkpoint, `prune` does
                 checkpoint.publish(self._partial, final, self._folder / f".partial-replaced-{step:08d}")
                 tidy()
-            except (OSError, CapslogError) as error:  # the latter from the manifest
+            except (OSError, CapslogError) as error:  # writing the manifest raises CapslogError
                 return f"{getattr(error, 'strerror', None) or error}"
             return None
 
@@ -142,7 +142,7 @@ class CheckpointWriter:
         return final
 
     def give_up(self) -> None:
-        """Write no more layers, without waiting for the file under way; files written so far stay until `prune`."""
+        """Stop writing after the current file, without waiting for it; written files stay until `prune`."""
         self._given_up.set()
 
     def _own_layers(self) -> list[EngineLayer]:

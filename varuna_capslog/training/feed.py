@@ -1,8 +1,8 @@
 """Chooses the samples of each step, and loads their tensors ahead of time.
 
-The order is a pure function of (seed, step), so a run resumes by requesting the next step. Every rank derives a
-minibatch's description; only ranks with a stage that takes the chain's inputs load tensors, and only ranks that compute
-losses read targets that no description knows. A `ReadingSource` reads both itself; another source's `load` is called in
+The order is a pure function of (seed, step), so that a run resumes at any step. Every rank computes a minibatch's
+description. Only ranks with a stage that reads the chain's inputs load tensors, and only ranks that compute losses read
+targets that are not in the description. A `ReadingSource` reads both by itself; `load` of other sources is called in
 background threads.
 """
 
@@ -30,24 +30,24 @@ from varuna_capslog.training.manifest import check_samples
 __all__ = ["DataLate", "DataWatch", "Feed", "evaluation_groups"]
 
 
-# -- A limit for the time that a process waits for its data, also where no neighbour waits for the process.
+# -- A time limit on a process's waits for data, also where no other rank waits for the process.
 
 
 _LOOK_SECONDS = 0.25
 
 
 class DataLate(CapslogError):
-    """Samples were not read in time. Exit status 1, as where a neighbour notices it."""
+    """Samples were not read in time. Exit status 1, as when another rank notices the hang."""
 
     exit_status = 1
     kind = "hang"
 
 
 class DataWatch:
-    """Monitor that reports when this process waits for its data for `limit_seconds` (`pipeline.timeout_seconds`).
+    """Watchdog over waits for data of `limit_seconds` (`pipeline.timeout_seconds`) or more.
 
-    Other ranks notice a rank that hangs in a data set; a process without others would hang for ever. `late` is called
-    in the watch's thread to end the process: no exception reaches code that hangs. None: nothing is watched.
+    Other ranks notice a rank that hangs in a data set, but a process without other ranks would hang for ever. late:
+    called in the watchdog's thread to end the process, since no exception reaches code that hangs; None: no watch.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -62,7 +62,7 @@ class DataWatch:
         if self._thread is None and self.late is not None:
             self._thread = OwnedThread("data-watch", self._run, logged)
             self._thread.start()
-        self._waiting = minibatch, microbatch  # each wait is an object of its own
+        self._waiting = minibatch, microbatch  # a new tuple, by which `_run` recognizes this wait
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ class DataWatch:
         pause, seconds, before = min(_LOOK_SECONDS, self._limit / 8), 0.0, self._waiting
         while before is None or seconds < self._limit:
             time.sleep(pause)
-            # counted in pauses: a process that was stopped (SIGSTOP) has not waited meanwhile
+            # sum of pauses, not clock time, so that the time of a stopped process (SIGSTOP) does not count
             seconds = seconds + pause if self._waiting is before else 0.0
             before = self._waiting
         minibatch, microbatch = before
@@ -91,17 +91,17 @@ class DataWatch:
 
 _SHUFFLE = 0x5348
 _THREADS, _AHEAD = 2, 4
-"""Threads that load, and microbatches that are loading or loaded before they are asked for."""
+"""Loading threads, and microbatches that are loaded ahead."""
 
 
 class Feed:
     """Training minibatches by step, counted from 1. Raises CapslogError for fewer samples than one minibatch.
 
     Args:
-        minibatch_size, microbatch_size: samples.
-        local: global indices of the microbatches that this rank loads, each as often as it is requested.
-        judged: those whose loss it computes.
-        watch: of the waits for data; None: they are not watched.
+        minibatch_size, microbatch_size: in samples.
+        local: global indices of the microbatches that this rank loads, each as often as the engine requests it.
+        judged: global indices of the microbatches whose loss this rank computes.
+        watch: watchdog over the waits for data; None: no time limit.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Feed:
         return (step - 1) // self.steps_per_epoch
 
     def minibatch(self, step: int) -> Minibatch:
-        """Description of a step's minibatch; the last few are kept."""
+        """Description of a step's minibatch; the last four are cached."""
         return self._described(step)
 
     def _describe(self, step: int) -> Minibatch:
@@ -154,18 +154,17 @@ class Feed:
         return order
 
     def begin(self, step: int) -> None:
-        """Begin a step: start to read the first microbatches that this rank needs of it."""
+        """Begin a step: start to load its first microbatches for this rank."""
         self._left = self._asked.copy()
         self._loads = {key: load for key, load in self._loads.items() if key[0] >= step}
         if self._ahead and self._order:
             self._read_ahead(step, self._order[0])
 
     def loader(self, step: int) -> Callable[[int], dict[str, Tensor]]:
-        """Return a function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile.
+        """Return a function that maps a microbatch of this step to its inputs, and loads the next ones meanwhile.
 
         A microbatch is loaded once, and kept until the last stage that requests it has it. If it cannot be read, its
-        inputs are zeros and the step's `report` has the reason, so that all ranks reach the vote and refuse the step
-        there.
+        inputs are zeros and `report` has the reason, so that all ranks reach the vote and refuse the step there.
         """
         self.begin(step)
 
@@ -180,7 +179,7 @@ class Feed:
         return load
 
     def report(self) -> RankReport:
-        """Report on this rank's data since the last report: seconds of waiting, and the first failure to read."""
+        """Report on this rank's data since the last report: seconds of waiting, and the first read failure."""
         report = RankReport(self._waited, self._failure)
         self._waited, self._failure = 0.0, None
         return report
@@ -193,7 +192,7 @@ class Feed:
             raise StepRefused(str(error)) from error
 
     def _take(self, step: int, microbatch: int) -> tuple[dict[str, Tensor], Any]:
-        """Inputs and targets of a microbatch; the time until they are there counts as waiting."""
+        """Wait for inputs and targets of a microbatch; the time counts for `report`."""
         self._read_ahead(step, microbatch)
         key = step, microbatch
         if key not in self._loads:
@@ -208,7 +207,7 @@ class Feed:
             self._waited += time.perf_counter() - began
 
     def _read_ahead(self, step: int, microbatch: int) -> None:
-        """Begin to read the microbatches that are needed next, starting with this one."""
+        """Begin to load the microbatches that are requested next, from this one on."""
         upcoming = ((step, index) for index in self._order if index >= microbatch and self._left[index])
         following = ((step + 1, index) for index in self._order)
         for key in [*upcoming, *following][: self._ahead]:
@@ -229,9 +228,9 @@ class Feed:
 
 
 def evaluation_groups(count: int, microbatch_size: int, per_minibatch: int) -> list[list[list[int]]]:
-    """Minibatches of an evaluation over `count` samples, each of at most `per_minibatch` microbatches.
+    """Minibatches of an evaluation, as [minibatch][microbatch][sample], each of at most `per_minibatch` microbatches.
 
-    Which samples share a minibatch, and so the padding of an image, does not depend on the layout.
+    The layout does not change which samples share a minibatch, and so the padding of an image. count: of samples.
     """
     size = microbatch_size * per_minibatch
     return [_split(list(range(start, min(start + size, count))), microbatch_size) for start in range(0, count, size)]

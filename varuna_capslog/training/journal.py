@@ -1,7 +1,7 @@
-"""Writes a run's record for people and programs: metrics.jsonl, events.jsonl, loggers, and the terminal's line.
+"""Writes a run's record for people and programs: metrics.jsonl, events.jsonl, evaluations.jsonl, loggers, terminal.
 
-Every rank gives its journal the same records; the journal of one rank at a time writes them. JSON Lines files are
-append-only, so a crash loses at most the line being written.
+Every rank passes the same records to its journal; the journal of one rank at a time writes them. JSON Lines files are
+append-only, so a crash loses at most the line that is being written.
 """
 
 from __future__ import annotations
@@ -44,25 +44,24 @@ __all__ = [
 ]
 
 
-# -- Loggers for the numbers of a run, besides its own files: TensorBoard, Weights & Biases, or a function of the
-#    user's.
+# -- Loggers for the numbers of a run, besides its own files: TensorBoard, Weights & Biases, or a user's function.
 #
-# A logger gets the same as the writing rank's files: after a step the numbers of its line in metrics.jsonl,
-# after an evaluation the scores. A logger that fails is reported once and gets no more, and the training goes on.
+# Loggers run on the writing rank and get numbers of the files: after a step those of its line in metrics.jsonl, after
+# an evaluation the scores. A logger that fails is reported and closed, and training continues.
 
 
 class Logger(Protocol):
     """Receiver of numbers."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Take a step's numbers by name, such as "train/loss" or "val/AP"."""
+        """Log a step's numbers by name, such as "train/loss" or "val/AP"."""
 
     def close(self) -> None:
-        """Write out the numbers that it still holds."""
+        """Write buffered numbers."""
 
 
 class TensorBoard:
-    """Event files in the run's `tensorboard/`; those of steps after `base`, of an interrupted run, are hidden."""
+    """Event files in the run's `tensorboard/`; events of steps after `base`, of an interrupted run, are hidden."""
 
     def __init__(self, run_dir: Path, base: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -105,14 +104,14 @@ class Callback:
         self._function(numbers, step)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no number is buffered."""
 
 
 _KNOWN: Mapping[str, Callable[[Path, int], Logger]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise CapslogError where a logger's package or function is missing; without TensorBoard a run continues."""
+    """Raise CapslogError where a logger's package or function is missing; TensorBoard may be missing."""
     for name in names:
         if ":" in name:
             Callback(name)
@@ -126,7 +125,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class Loggers:
-    """All loggers of a run, on the rank that writes after step `base`. say: takes a sentence for people."""
+    """All loggers of a run, on the rank that writes from step `base` on. say: shows a sentence to the user."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, base: int, say: Callable[[str], None]) -> None:
         self._say = say
@@ -135,12 +134,12 @@ class Loggers:
             try:
                 self._open[name] = Callback(name) if ":" in name else _KNOWN[name](run_dir, base)
             except ImportError:
-                continue  # TensorBoard is an extra; `check_loggers` has asked for the others
+                continue  # TensorBoard is optional; `check_loggers` has checked the others
             except Exception as error:
                 self._failed(name, error)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Give the numbers to each logger."""
+        """Pass the numbers to each logger."""
         for name, logger in list(self._open.items()):
             try:
                 logger.log(numbers, step)
@@ -165,16 +164,16 @@ class Loggers:
 
 
 _KEPT = 3
-"""Steps. A writer is lost at most one step behind the others; the rest is reserve."""
+"""Steps. A lost writer is at most one step behind the others; the other two are reserve."""
 
 _LOGGED = ("loss", "lr", "grad_norm", "loss_scale", "step_seconds", "samples_per_second")
-"""The numbers of a step that loggers get besides the parts of the loss."""
+"""Numbers of a step that loggers get, besides the parts of the loss."""
 
 Line = TypeVar("Line")
 
 
 def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minibatch_size: int) -> dict[str, Any]:
-    """Entries of a step in metrics.jsonl, but for generation and world size, which the journal adds."""
+    """Entries of a step in metrics.jsonl, except generation, world size and time, which the journal adds."""
     parts = dict(verdict.parts)
     return {
         "step": verdict.step,
@@ -194,13 +193,13 @@ def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minib
 def peak_record(
     peaks: Sequence[int], source: str | None, microbatches: Sequence[Mapping[str, TensorSpec]]
 ) -> dict[str, Any]:
-    """Entries that metrics.jsonl adds for a step whose peaks were measured.
+    """Further entries of metrics.jsonl for a step whose peaks were measured.
 
     Args:
         peaks: bytes, by stage of the first replica.
-        source: how they were measured.
-        microbatches: input specs of that replica. The shapes of the largest (most bytes) become `peak_input`, since a
-            peak holds for the sizes it was measured at.
+        source: how peaks were measured.
+        microbatches: input specs of this replica's microbatches. The shapes of the largest (most bytes) become
+            `peak_input`, since a peak is valid only for its input sizes.
     """
     record: dict[str, Any] = {"peak_bytes": list(peaks), "peak_source": source}
     if microbatches:
@@ -210,10 +209,10 @@ def peak_record(
 
 
 class RecentSteps(Generic[Line]):
-    """The last steps that a rank applied, kept so that no line of `metrics` is lost together with its writer.
+    """Record of the last steps that a rank applied, so that no line of the file `metrics` is lost with its writer.
 
-    The writing rank may be lost after a step was applied everywhere and before its line was written; the next writer
-    finds the line here. `Line` is the type from which the caller writes a line.
+    The writing rank may be lost after all ranks applied a step and before it wrote the line; the next writer takes the
+    line from here. `Line` is the type from which the caller writes a line.
     """
 
     def __init__(self, metrics: Path) -> None:
@@ -221,11 +220,11 @@ class RecentSteps(Generic[Line]):
         self._lines: deque[tuple[int, Line]] = deque(maxlen=_KEPT)
 
     def add(self, step: int, line: Line) -> None:
-        """Keep the source of a step's line, on every rank, also where another rank writes it."""
+        """Keep the content of a step's line; called on every rank, also where another rank writes the line."""
         self._lines.append((step, line))
 
     def missing(self, last: int) -> list[Line]:
-        """The kept steps up to step `last` that the file lacks, the oldest first."""
+        """Content of the kept lines up to step `last` that the file lacks, the oldest first."""
         if not self._lines or not self._metrics.exists():
             written = []
         else:
@@ -236,9 +235,9 @@ class RecentSteps(Generic[Line]):
 def step_bar(
     total_steps: int | None, completed: int, max_seconds: float | None = None
 ) -> tuple[Console, Progress, TaskID]:
-    """Progress bar over a run's steps on standard output, on a terminal only: steps, numbers, time elapsed and left.
+    """Progress bar over a run's steps on a terminal: steps, numbers, elapsed and remaining time. Hidden elsewhere.
 
-    max_seconds: of the run, which limits the time left as the steps do.
+    max_seconds: time limit of the run, which may shorten the remaining time.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
@@ -259,14 +258,14 @@ def step_bar(
 
 
 def step_head(record: Mapping[str, Any], total_steps: int | None) -> str:
-    """Begin of a step's line: its number and epoch, both counted from 1."""
+    """Beginning of a step's line: its number and epoch, both counted from 1."""
     last = f" of {total_steps}" if total_steps else ""
     epoch = record.get("epoch")
     return f"step {record['step']}{last}{'' if epoch is None else f', epoch {int(epoch) + 1}'}"
 
 
 def step_numbers(record: Mapping[str, Any]) -> list[str]:
-    """Numbers of a step as they are shown; a step need not have all of them."""
+    """Texts of the numbers that a step has, for the terminal."""
     shown = {"loss": "loss {:.4f}", "grad_norm": "|grad| {:.3g}", "lr": "lr {:.2g}"}
     shown["samples_per_second"] = "{:.1f} samples/s"
     skipped = ["skipped, since its gradients overflow"] if record.get("skipped") else []
@@ -274,7 +273,7 @@ def step_numbers(record: Mapping[str, Any]) -> list[str]:
 
 
 def score_line(step: int, scores: Mapping[str, Any]) -> str:
-    """Line shown for an evaluation: its first six numbers."""
+    """Line for the terminal with the first six numbers of an evaluation."""
     shown = _numbers_in(scores)[:6]
     early = shown and shown[0][0] == "AP" and not any(value for _, value in shown)
     numbers = "  ".join(f"{name} {value:.3f}" for name, value in shown)
@@ -290,12 +289,12 @@ class Journal:
 
     Args:
         total_steps: end of the progress bar; None if only time limits the run.
-        log_every: steps between refreshes of the terminal and the loggers.
+        log_every: steps between two calls of the loggers.
         loggers: names of the config's `train.loggers`.
-        max_seconds: of the run, for the time left on the bar.
+        max_seconds: time limit of the run, for the remaining time on the bar.
 
     Attributes:
-        writes: True on the rank that writes; the others' methods only remember the last steps.
+        writes: True on the rank that writes; on other ranks the journal only keeps the last steps.
     """
 
     def __init__(
@@ -309,12 +308,12 @@ class Journal:
         self._run_dir, self._total_steps, self._log_every, self._names = run_dir, total_steps, log_every, loggers
         self._max_seconds = max_seconds
         self._generation = self._world_size = 0
-        # with the generation and the number of ranks that made the step
+        # each line with the generation and world size of its step
         self._recent: RecentSteps[tuple[int, int, Mapping[str, Any]]] = RecentSteps(run_dir / "metrics.jsonl")
         self.writes = False
 
     def begin(self, writes: bool, base: int, generation: int, world_size: int) -> None:
-        """Start a generation after step `base`; a rank that begins to write adds the lines that are missing."""
+        """Start a generation after step `base`; a rank that begins to write adds missing lines of earlier steps."""
         if not writes:
             self.close()
         elif not self.writes:
@@ -356,7 +355,7 @@ class Journal:
             self.say(f"{step_head(record, self._total_steps)}  {text}")
 
     def scores(self, step: int, scores: Mapping[str, Any]) -> None:
-        """Add an evaluation: evaluations.jsonl, the loggers, one line for people."""
+        """Add an evaluation to evaluations.jsonl and the loggers, and show a line on the terminal."""
         if not self.writes:
             return
         files.append_jsonl(
@@ -399,9 +398,9 @@ def judged_steps(run_dir: Path) -> list[int]:
     return [row["step"] for row in rows if isinstance(row.get("step"), int)]
 
 
-# -- Which of two scores is the better one: more, except of losses, which are known by their names.
+# -- Compares scores: more is better, except for losses, which are recognized by name.
 
 
 def goodness(name: str, value: float) -> float:
-    """The score, or its negative where less is better: of "loss", "perplexity" and names that end in "_loss"."""
+    """Score, or its negative where less is better: for "loss", "perplexity" and names that end in "_loss"."""
     return -value if name in ("loss", "perplexity") or name.endswith("_loss") else value

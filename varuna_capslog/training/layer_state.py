@@ -1,14 +1,14 @@
-"""Training state of one layer as a flat dict of tensors: the form sent to members, kept in copies and on disk.
+"""Training state of one layer as a flat dict of tensors, which is sent to members, kept in copies and written to disk.
 
 Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for plain numbers of the optimizer,
 "number/<name>/<key>"; names are relative to the layer, or to the whole model where the layer is a piece of a CutPoint
-model. A parameter with a float32 master is stored as the master, of which it is the rounding. A shared parameter is in
-the state of every layer that uses it, with its moments, so that a layer can be built from its own state alone; only a
-checkpoint keeps it once. In float16 every layer's state also has the run's loss scale at that boundary, "scaler/<key>".
-Nothing here knows ranks or checkpoints.
+model. For a parameter with a float32 master, the state has the master. A shared parameter and its moments are in the
+state of every layer that uses it, so that a layer can be restored from its own state; only a checkpoint stores it once.
+In float16 every layer's state also has the run's loss scale at that boundary, "scaler/<key>". This module depends on
+neither ranks nor checkpoints.
 
-A follower is a copy of a layer that makes every step together with its owner, so that no rank need send it the state
-again. `Follower` is for layers of our engine; the Varuna plugin has one for its pieces.
+A follower is a copy of a layer that repeats every step of the layer's owner from the final gradients, so that its state
+need not be sent again. `Follower` is for layers of our engine; the Varuna plugin has a follower for its pieces.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ __all__ = [
 
 LayerState = dict[str, Tensor]
 Mismatch = Callable[[str, str, "Tensor | None", Tensor], CapslogError]
-"""The error for ("parameter" or "buffer", its name, its value in the state or None, the tensor that it should fill)."""
+"""Maps ("parameter" or "buffer", its name, its value in the state or None, the target tensor) to an error."""
 
 
 def flatten(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Any]]
 ) -> LayerState:
-    """Flat state of live tensors, which the next step changes; moments are tensors, numbers or None (left out)."""
+    """State of live tensors, without a copy; moments may be tensors, numbers or None (left out)."""
     state: LayerState = {f"parameters/{name}": parameter.detach() for name, parameter in parameters.items()}
     state |= {f"buffers/{name}": buffer.detach() for name, buffer in buffers.items()}
     for name, kept in moments.items():
@@ -72,7 +72,7 @@ def flatten(
 
 
 def moments_of(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    """Optimizer state of a parameter, by key; {} where the optimizer has made no step."""
+    """Optimizer state of a parameter, by key; {} before its first step."""
     kept: dict[str, Any] = {}
     for address, value in state.items():
         kind, _, path = address.partition("/")
@@ -85,13 +85,13 @@ def moments_of(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
 
 
 def plain_number(value: Tensor) -> float:
-    """Number in a tensor of a state, as the optimizer has it: an int where it is whole."""
+    """Number in a tensor of a state; an int if it is whole, as in the optimizer."""
     number = float(value)
     return int(number) if number.is_integer() else number
 
 
 def scaler_state(numbers: Mapping[str, float]) -> LayerState:
-    """Entries of a `LossScale` in every layer's state: its scale and its streak."""
+    """Entries of a `LossScale` in a layer's state. numbers: with "scale" and "streak"."""
     return {f"scaler/{key}": torch.tensor(numbers[key], dtype=torch.float64) for key in ("scale", "streak")}
 
 
@@ -103,8 +103,8 @@ def copy_in(
 ) -> bool:
     """Copy a state's parameters and buffers into tensors of the same names.
 
-    True where each parameter in `state` is its target tensor itself, so that nothing was copied. Raises `mismatch`'s
-    error for a tensor that is missing or has another shape.
+    Returns True where no parameter was copied, since each one in `state` is its target tensor itself. Raises the error
+    of `mismatch` for a tensor that is missing or has another shape.
     """
     in_place = True
     for kind, targets in (("parameter", parameters), ("buffer", buffers)):
@@ -126,7 +126,7 @@ def cloned(state: Mapping[str, Tensor]) -> LayerState:
 
 
 def capture(layer: EngineLayer, optimizer: StageOptimizer, copy: bool) -> LayerState:
-    """State of a layer; with `copy=False` the live tensors, which the next `apply` changes."""
+    """State of a layer. copy: False: the live tensors, which the next `apply` changes."""
     moments = {name: optimizer.moments(layer.address(name)) for name in layer.parameters}
     state = flatten(layer.values, layer.buffers, moments)
     if optimizer.loss_scale is not None:
@@ -135,11 +135,11 @@ def capture(layer: EngineLayer, optimizer: StageOptimizer, copy: bool) -> LayerS
 
 
 def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, Tensor]) -> None:
-    """Put a state into a layer; a parameter without moments in `state` has none afterwards.
+    """Load a state into a layer and its optimizer; a parameter without moments in `state` has none afterwards.
 
-    Values are copied, so that `state` stays as it is. The exception is a layer's own live state (`capture` with
-    `copy=False`, from its earlier optimizer): the layer keeps its tensors, its new optimizer takes the moments. Raises
-    CapslogError where a parameter or buffer is missing or has another shape.
+    Values are copied, except where `state` is the layer's own live state (`capture` with `copy=False`, from its earlier
+    optimizer): then the layer keeps its tensors, and `optimizer` uses the moments themselves. Raises CapslogError where
+    a parameter or buffer is missing or has another shape.
     """
 
     def mismatch(kind: str, name: str, value: Tensor | None, target: Tensor) -> CapslogError:
@@ -159,26 +159,26 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
 
 
 def lies_in(state: Mapping[str, Tensor], layer: EngineLayer) -> bool:
-    """True where a state's parameters and buffers are the memory of the layer itself."""
+    """True where a state's parameters and buffers are the layer's own tensors."""
     live = flatten(layer.values, layer.buffers, {})
     return all(key in state and state[key].data_ptr() == tensor.data_ptr() for key, tensor in live.items())
 
 
 def initial(chain: Chain, index: int) -> LayerState:
-    """State before step 1, copied from the chain, which must not have been trained: see `take_layers`."""
+    """State before step 1, copied from a chain whose layers were not trained (`take_layers` may use them directly)."""
     chain.fill([index])
     return cloned(model_state(chain, index))
 
 
 def model_state(chain: Chain, index: int) -> LayerState:
-    """Parameters and persistent buffers of a layer in the chain itself."""
+    """Live parameters and persistent buffers of a chain's layer."""
     module = chain.layers[index].module
     parameters = dict(module.named_parameters())
     return flatten(parameters, persistent_buffers(module, parameters), {})
 
 
 def size_of(chain: Chain, index: int, recipe: Recipe, weights: str = "float32") -> int:
-    """Bytes of a layer's state without a loss scale, after a step. weights: type in which parameters are kept."""
+    """Bytes of a layer's state after a step, without a loss scale. weights: dtype in which parameters are kept."""
     module = chain.layers[index].module
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     moments = sum(sum(recipe.kept(parameter).values()) for parameter in trained)
@@ -192,21 +192,21 @@ def gradient_size(chain: Chain, index: int) -> int:
 
 
 class StateFollower(abc.ABC):
-    """Base class of followers, whatever their optimizer: they apply a step's final gradients and run no layer."""
+    """Base class of followers with any optimizer, which apply a step's final gradients and run no layer."""
 
     def __init__(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
         self._name = name
         self._parameters = parameters
 
     def state(self, copy: bool) -> LayerState:
-        """State of the layer; with `copy=False` the live tensors, which the next `apply` changes."""
+        """State of the layer. copy: False: the live tensors, which the next `apply` changes."""
         state = self._live()
         return cloned(state) if copy else state
 
     def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
-        """Make a step that was voted for, with the verdict's scale; 0: skip its update. Uses up the update's gradients.
+        """Apply a step with the verdict's scale; 0: skip its update.
 
-        update: the owner's. Raises CapslogError for an update of another layer.
+        update: the owner's (`PipelineEngine.update_of`); uses up its gradients. Raises CapslogError for another layer.
         """
         self._take_update(update)
         self._step(step, scale)
@@ -225,25 +225,25 @@ class StateFollower(abc.ABC):
 
     @abc.abstractmethod
     def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
-        """Take another tensor of the step (buffers, running statistics); False if it is not of this layer."""
+        """Keep another tensor of the update (buffers, running statistics); False if this layer has no such tensor."""
 
     @abc.abstractmethod
     def _step(self, step: int, scale: float) -> None:
-        """Apply the gradients, which are there, and all that `_take` took; drop both."""
+        """Apply the gradients in `.grad` and the tensors from `_take`; drop both."""
 
 
 class Follower(StateFollower):
-    """Follower of a layer of our engine: the same optimizer makes its state equal to its owner's to the last bit.
+    """Follower of a layer of our engine, with the owner's optimizer, so that both states are equal to the last bit.
 
     Args:
-        chain, options: the owner's; the chain is not changed.
-        device: where the copy lies; its kernels must be those of the owner's device for equal bits.
+        chain, options: those of the owner's engine; the chain is not changed.
+        device: of the copy; for equal bits its kernels must be those of the owner's device.
         state: initial state; copied.
-        ready: an engine's former layer, which no engine runs. Where `state` is its live state, it becomes the copy
-            without copying; never for layers with shared parameters.
+        ready: layer of an earlier engine, which no engine runs. If `state` is its live state, it becomes the copy, and
+            `state` is not copied; never for layers with shared parameters.
 
     Attributes:
-        layer: where the copy lies. Once an engine takes it, this follower must make no more steps.
+        layer: the copy. Once an engine runs it, this follower must apply no more steps.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Follower(StateFollower):
 
 
 def apply_together(due: Iterable[tuple[Follower, Mapping[str, Tensor], int, float]]) -> None:
-    """Apply (follower, update, step, scale) to followers of one engine, in fewer kernel calls than `Follower.apply`."""
+    """Apply each (follower, update, step, scale), all of one recipe, in fewer kernel calls than `Follower.apply`."""
     alike: dict[tuple[int, float], list[Follower]] = {}
     for follower, update, step, scale in due:
         follower._take_update(update)
@@ -296,25 +296,25 @@ def apply_together(due: Iterable[tuple[Follower, Mapping[str, Tensor], int, floa
             follower._commit()
 
 
-# -- A digest of a layer's state that costs little more than reading it, computed on the device where the state lies.
+# -- A digest of a layer's state that takes little longer than reading the state, computed on the state's device.
 #
-# It finds damage and members that computed differently. It does not authenticate: someone who chooses the changes can
-# keep it equal (`base/connection` decides who may send anything at all).
+# It detects damage and members that computed differently. It does not authenticate: an attacker can change a state and
+# keep its digest (`base/connection` decides who may send at all).
 
 
 _WORD = 8
 _COLUMNS = 4096
 _ROWS_AT_A_TIME = {"cpu": 32}
-"""Rows of 32 KiB, as many as stay in a CPU core's cache for the second sum. Other devices take all rows at once."""
+"""Rows of 32 KiB that remain in a CPU core's cache until the second sum. Other devices sum all rows at once."""
 
 
 def digest(state: Mapping[str, Tensor]) -> bytes:
-    """16 bytes, equal for equal states: keys, dtypes, shapes and bits count; layout, device and order do not.
+    """Digest of 16 bytes over keys, dtypes, shapes and bits, whatever the layout, device and order of the tensors.
 
     A tensor's bytes are read as rows of 4096 words of 8 bytes. The sums of all rows and of all columns, modulo 2^64,
-    and the bytes that fill no row are hashed instead of the tensor. A change within one row or column is always
-    detected, and so are rows, columns or words that change places unless both sums agree by chance (2^-64); a change
-    that keeps all sums takes at least four words, at the corners of a rectangle. 13 GB/s on a core where blake2b
+    and the bytes of an incomplete last row are hashed instead of the tensor. A change within one row or column is
+    always detected, and so are exchanged rows, columns or words, unless both sums agree by chance (2^-64); a change
+    that keeps all sums needs at least four words, at the corners of a rectangle. 13 GB/s on a core where blake2b
     reaches 0.7 (`benchmarks/morph/state`); a GPU copies only the sums to the host.
     """
     total = hashlib.blake2b(digest_size=16)

@@ -1,7 +1,7 @@
-"""Training of one rank: steps, and the work due between them, on the engine of the present generation.
+"""Training loop of one rank: steps, and the work between them, on the engine of the current generation.
 
-`run.Run` makes a fixed number of steps with one engine; in an elastic run the protocol starts each step, and each
-generation has a new engine.
+Called by `run.Run`, with one engine for the whole run, or in an elastic run by `elastic/member`, where the protocol
+starts each step and each generation has a new engine.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from varuna_capslog.training.run_setup import RunSetup
 __all__ = ["Boundaries", "PeakMeter", "TrainingLoop", "verify_copies"]
 
 
-# -- The work due at the boundaries between steps: checkpoints, evaluations, comparisons of copies.
+# -- The work at the boundaries between steps: checkpoints, evaluations, comparisons of copies.
 #
-# All ranks of a generation call these methods together, and each of them knows which work is done.
+# All ranks of a generation call these methods together, and each rank records which work is done.
 
 
 class Boundaries:
-    """Boundaries of a run on this rank. scores: of the last evaluation in this process; None before the first."""
+    """Boundary work of a run on this rank. scores: of the last evaluation in this process; None before the first."""
 
     def __init__(self, setup: RunSetup, log: Journal, watch: DataWatch) -> None:
         self._setup, self._log, self._watch = setup, log, watch
-        self._val: Any = None  # opened when it is first asked for
-        self._engine: Engine  # of the generation that has begun
+        self._val: Any = None  # opened at the first evaluation
+        self._engine: Engine  # of the current generation
         self._generation = self._base = self._judged = 0
-        self._named = 0  # newest step whose checkpoint has its name
-        self._saving: CheckpointWriter | None = None  # under way
+        self._named = 0  # newest step whose checkpoint is complete
+        self._saving: CheckpointWriter | None = None  # of the checkpoint in progress
         self._copies = HostCopies()
         self._all_written = self._broken_off = False
         self._best: tuple[float, int] | None = None
         self._without_better: set[int] = set()  # steps of the evaluations since the best one
-        self._counts_alike = True  # all ranks know the same evaluations
+        self._counts_alike = True  # all ranks have records of the same evaluations
         self.scores: Mapping[str, Any] | None = None
 
     def begin(self, engine: Engine, generation: int, base: int, saved: bool) -> None:
@@ -67,43 +67,43 @@ class Boundaries:
         best_step = 0 if self._best is None else self._best[1]
         judged = judged_steps(self._setup.run_dir) if base else []
         self._without_better = {step for step in judged if best_step < step <= base}
-        # the files of a generation before may still be written, or come late to another host
+        # files of an earlier generation may still be incomplete, or not yet visible on another host
         self._counts_alike = not (base and self._setup.config.elastic.enabled)
 
     def end(self) -> None:
-        """End the generation: give up a checkpoint under way; the next generation begins with its own."""
+        """End the generation and give up a checkpoint in progress; the next generation writes its own."""
         if self._saving is not None:
             self._saving.give_up()
             self._saving, self._broken_off = None, True
-        self._copies = HostCopies()  # the thread of the one given up may still read the others
+        self._copies = HostCopies()  # the old copies may still be read by the thread of the given-up checkpoint
         self._all_written = False
 
     def sealed(self, ballot: bytes) -> bytes:
-        """Ballot of a vote, marked if this rank has written its part of a checkpoint."""
+        """Ballot, marked if this rank has written its part of a checkpoint."""
         return ballot if self._saving is None else self._saving.sealed(ballot)
 
     def opened(self, ballots: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return the ballots as they were before `sealed`."""
+        """Return the ballots without the marks of `sealed`."""
         plain, self._all_written = CheckpointWriter.opened(ballots)
         return plain
 
     @property
     def is_stuck(self) -> bool:
-        """True where the last evaluations were no better than the best one, as often as the config allows."""
+        """True where the last `train.stop_after_evaluations` evaluations did not improve on the best one."""
         limit = self._setup.config.train.stop_after_evaluations
         return limit is not None and self._counts_alike and len(self._without_better) >= limit
 
     def why_stuck(self) -> str:
-        """Sentence on the end of a run that `is_stuck`."""
+        """Sentence that tells the user why a run that `is_stuck` ends."""
         count = len(self._without_better)
         last = "evaluation" if count == 1 else f"{count} evaluations"
         best = "" if self._best is None else f", which is that of step {self._best[1]}"
         return f"stopped early: the last {last} did not improve on the best one{best} (train.stop_after_evaluations)"
 
     def between(self, step: int, save: bool = False) -> int | None:
-        """Do the work that is due after this step; return the newest step whose checkpoint was completed here.
+        """Do the work that is due after this step; return the newest step whose checkpoint it completed, or None.
 
-        save: make a checkpoint, whatever the settings say; training waits until it is complete. Raises DiskFailed on
+        save: write a checkpoint regardless of the settings; training waits until it is complete. Raises DiskFailed on
         every rank when any rank could not write.
         """
         train = self._setup.config.train
@@ -112,14 +112,14 @@ class Boundaries:
         again = self._agree(step) if step == self._base > 0 else False
         judges = _due(train.evaluate_every, step) and self._judged < step
         if judges or again or _due(train.checkpoint_every, step) or (save and step > 0):
-            # whole before an evaluation: one that fails or is broken off loses no step
+            # complete before an evaluation, so that a failed or interrupted evaluation loses no step
             completed = self._save(step, train.checkpoint_background and not (save or judges)) or completed
             if judges:
                 self._judge(step)
         return completed
 
     def finish(self, step: int, judges: bool) -> None:
-        """Do what remains of the last boundary's work: comparison, checkpoint and, if `judges`, evaluation."""
+        """Do the remaining work of the last boundary: comparison, checkpoint and, if `judges`, evaluation."""
         self._verify(step)
         if step == self._base:
             self._agree(step)
@@ -128,11 +128,11 @@ class Boundaries:
             self._judge(step)
 
     def save_new(self, step: int) -> bool:
-        """Complete this step's checkpoint unless a later one is known; True if it was done. Raises as `between`."""
+        """Complete this step's checkpoint; False if it was complete before. Raises as `between`."""
         return self._save(step, background=False) is not None
 
     def _save(self, step: int, background: bool) -> int | None:
-        """Begin the step's checkpoint, unless it was begun, after the one before it; return as `between`."""
+        """Complete the previous checkpoint and begin this step's, unless it was begun; return as `between`."""
         if self._saved >= step:
             return None if background else self._complete()
         completed = self._complete()
@@ -151,7 +151,7 @@ class Boundaries:
         return self._named if self._saving is None else max(self._named, self._saving.step)
 
     def _complete(self, beside: bool = False) -> int | None:
-        """Wait for the checkpoint under way and name it; return its step or None. beside: prune in a thread."""
+        """Complete the checkpoint in progress; return its step, or None. beside: remove old checkpoints in a thread."""
         saving, self._saving, self._all_written = self._saving, None, False
         if saving is None:
             return None
@@ -168,17 +168,17 @@ class Boundaries:
         return saving.step
 
     def evaluate(self, engine: Engine) -> Mapping[str, Any] | None:
-        """Return the validation scores, alike on all ranks; None without evaluator or data. Raises PeerLost."""
+        """Return the validation scores, equal on all ranks; None without evaluator or data. Raises PeerLost."""
         evaluator = self._setup.workload.evaluator()
         if evaluator is None:
             return None
         communicator, config = engine.communicator, self._setup.config
-        # asked by all ranks together, also where some have opened the data in an earlier generation
+        # called by all ranks, also by those that opened the data in an earlier generation
         self._val = communicator.together(lambda: self._setup.workload.val_data() if self._val is None else self._val)
         if self._val is None:
             return None
         results: list[Any] = []
-        if engine.layers:  # the others are idle
+        if engine.layers:  # False on idle ranks
             val, ways = self._val, len(engine.layout.ways)
             groups = evaluation_groups(len(val), config.train.microbatch_size, config.num_microbatches)
             for begin in range(0, len(groups), ways):
@@ -197,14 +197,14 @@ class Boundaries:
 
                 with engine.optimizer.averaged():
                     engine.evaluate(minibatches, load, take)
-        # ranks finish at different times, and scoring takes as long as it takes
+        # without a timeout: ranks finish at different times, and scoring may be slow
         communicator.together(lambda: None)
         everything = [result for theirs in communicator.gather(results) for result in theirs]
         mine = communicator.together(lambda: evaluator.summarize(everything) if communicator.rank == 0 else None)
         return communicator.gather(mine)[0]
 
     def _watched(self, minibatch: Minibatch) -> Minibatch:
-        """Minibatch whose late targets are watched while they are waited for, as its inputs are."""
+        """Minibatch with a `DataWatch` over the waits for its late targets."""
 
         def read(microbatch: int, targets: LateTargets) -> Any:
             with self._watch.waiting(minibatch, microbatch):
@@ -220,10 +220,10 @@ class Boundaries:
             verify_copies(self._engine)
 
     def _agree(self, step: int) -> bool:
-        """Share the records of earlier checkpoints and evaluations at a generation's first boundary.
+        """Exchange the records of earlier checkpoints and evaluations at a generation's first boundary.
 
-        A rank that joined has none, so all take over the newest. True where the checkpoint that the generation before
-        had begun is missing.
+        A rank that joined has no records, so all ranks take the newest. True where the earlier generation gave up a
+        checkpoint that must be written again.
         """
         mine = self._named, self._judged, self._broken_off, self._best, self._without_better
         named, judged, broken_off, best, without_better = zip(*self._engine.communicator.gather(mine), strict=True)
@@ -235,7 +235,7 @@ class Boundaries:
         return self._saved < step and any(broken_off)
 
     def _judge(self, step: int) -> None:
-        """Evaluate, and record the best step."""
+        """Evaluate, log the scores, and record the best step."""
         scores = self.evaluate(self._engine)
         self._judged = step
         if scores is None:
@@ -254,9 +254,9 @@ class Boundaries:
 
 
 def verify_copies(engine: Engine) -> None:
-    """Compare by digest every parameter, or its master, that several ranks hold (shared, replicas): engine rule 3.
+    """Compare by digest every parameter, or its master, that several ranks have (shared parameters, replicas).
 
-    Raises CapslogError where two ranks disagree, naming the parameter and the ranks.
+    Raises CapslogError, with parameter and ranks, where two ranks have different values.
     """
     layout = engine.layout
     digests = {address: digest({address: value}) for address, value in engine.optimizer.values.items()}
@@ -279,16 +279,16 @@ def _due(interval: int | None, step: int) -> bool:
 
 
 _FIRST, _LATER = 2, 5
-"""The step that is measured: in the first generation as soon as the moments exist; later generations may be short, and
-a probe costs some ten milliseconds."""
+"""Number of the measured step: in the first generation the first step with moments; in a later generation a later step,
+so that short generations do not spend some ten milliseconds on a measurement."""
 
 
 class PeakMeter:
-    """Meter of the peak of every stage, once per generation. The peak travels only with the ballots of a vote.
+    """Meter of the peak of every stage, once per generation; peaks are exchanged with the ballots of a vote.
 
-    A whole step is measured in two halves, one step's update and the next step's forward and backward, so that the peak
-    is known at that next step's vote. On an accelerator a peak includes what protection keeps on the device; where
-    torch counts no bytes there, none is measured. source: how peaks are measured; None before the first measurement.
+    A step is measured in two parts, one step's update and the next step's forward and backward, so that the peak is
+    known at the vote of the next step. On an accelerator a peak includes copies that protection keeps on the device; no
+    peak is measured where torch counts no bytes. source: how peaks are measured; None before the first measurement.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -300,7 +300,7 @@ class PeakMeter:
     def begin(self, generation: int, rounds_moments: bool = False) -> None:
         """Start a generation, numbered from 1 within the run; every member calls this with the same number.
 
-        rounds_moments: each update but the first holds old rounded moments beside the new ones.
+        rounds_moments: each update except the first has old rounded moments in memory besides the new ones.
         """
         self._at, self._steps, self._bytes = _FIRST + rounds_moments if generation == 1 else _LATER, 0, None
         if not accelerator.counts_memory(self._device):
@@ -308,7 +308,7 @@ class PeakMeter:
 
     @contextlib.contextmanager
     def computing(self, engine: Engine) -> Iterator[bool]:
-        """Context around forward and backward of a step; yields whether the step is measured."""
+        """Context around forward and backward of a step; yields True if the step is measured."""
         self._steps += 1
         measured = self._steps == self._at
         with self._probed(engine) if measured else contextlib.nullcontext():
@@ -323,14 +323,14 @@ class PeakMeter:
             yield
 
     def sealed(self, ballot: bytes) -> bytes:
-        """Ballot, preceded by this member's peak in the step that was measured."""
+        """Ballot, preceded by this member's peak if the step was measured."""
         if self._steps != self._at or self._bytes is None:
             return ballot
         return b"%d|%b" % (self._bytes, ballot)
 
     @staticmethod
     def opened(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], list[int] | None]:
-        """Return the ballots as they were before `sealed`, and the peaks by rank; None where they were not measured."""
+        """Return the ballots without the peaks of `sealed`, and the peaks by rank; None if none were measured."""
         peaks, plain = [], []
         for ballot in ballots:
             peak, bar, inner = ballot.partition(b"|")
@@ -349,18 +349,18 @@ class PeakMeter:
 
 
 class TrainingLoop:
-    """Training of one rank.
+    """Training loop of one rank.
 
     Args:
         offset: generation n of this process's run is n + offset in the run's files.
         stop_wished: called once per step; True on any rank ends the run after that step.
 
     Attributes:
-        watch: of the waits for data; the process sets its `DataWatch.late`.
-        engine: of the present generation; None between two generations.
-        step, step_seconds: last step that was applied, and its duration here.
-        minibatch, verdict: of the step under way; the verdict until it is applied or discarded.
-        run_began: start of `max_seconds`, on the monotonic clock; the driver sets it if the run began before this loop.
+        watch: over the waits for data; the process sets its `DataWatch.late`.
+        engine: of the current generation; None between two generations.
+        step, step_seconds: last step that was applied, and its duration on this rank.
+        minibatch, verdict: of the current step, until it is applied or discarded.
+        run_began: start of `max_seconds`, on the monotonic clock; the caller sets it if the run began before this loop.
     """
 
     def __init__(
@@ -384,9 +384,9 @@ class TrainingLoop:
     # -- generations --------------------------------------------------------------------------------------------------
 
     def begin(self, engine: Engine, number: int, base: int, writes: bool, saved: bool = False) -> None:
-        """Train with this engine from now on, after step `base`, as generation `number`, from 1 in this process's run.
+        """Begin a generation: train with this engine after step `base`. number: counted from 1 in this process's run.
 
-        writes: this rank keeps the run's record. saved: this run's folder holds the checkpoint of step `base`.
+        writes: this rank writes the run's record. saved: this run's folder holds the checkpoint of step `base`.
         """
         generation = number + self.offset
         self.engine, self.step = engine, base
@@ -396,7 +396,7 @@ class TrainingLoop:
         self.log.begin(writes, base, generation, engine.communicator.world_size)
 
     def end(self) -> None:
-        """Drop the engine, and the step under way."""
+        """End the generation: drop the engine and the current step."""
         if self.engine is not None:
             self.engine.forget()
         self.engine = self.minibatch = self.verdict = None
@@ -404,14 +404,14 @@ class TrainingLoop:
         self._feed.close()
 
     def close(self) -> None:
-        """Stop the loading threads, a checkpoint that is still being written, and the progress bar."""
+        """Stop the loading threads, a checkpoint in progress, and the progress bar."""
         self.boundaries.end()
         self._feed.close()
         self.log.close()
 
     @property
     def running(self) -> Engine:
-        """Engine of the generation that has begun."""
+        """Engine of the current generation."""
         assert self.engine is not None
         return self.engine
 
@@ -422,7 +422,7 @@ class TrainingLoop:
         return self.boundaries.is_stuck or (self.setup.total_steps is not None and step >= self.setup.total_steps)
 
     def compute(self, step: int) -> None:
-        """Run forward and backward, and sum the gradients; nothing of the model changes."""
+        """Run forward and backward, and sum the gradients; the model does not change."""
         self.minibatch, engine = self._feed.minibatch(step), self.running
         self._step_began = time.perf_counter()
         self._feed.begin(step)
@@ -435,7 +435,7 @@ class TrainingLoop:
             engine.compute(step, self.minibatch, load)
 
     def vote(self, step: int, ballot: bytes = b"") -> Verdict:
-        """Vote on the step with all ranks; return the verdict with their ballots. Discard it if it has a `refusal`."""
+        """Vote on the step with all ranks. A step whose verdict has a `refusal` must be discarded, not applied."""
         assert self.minibatch is not None
         limit, engine = self.setup.config.train.max_seconds, self.running
         late = limit is not None and time.monotonic() - self.run_began > limit
@@ -448,7 +448,7 @@ class TrainingLoop:
         return self.verdict
 
     def apply(self) -> None:
-        """Apply the step that was voted for, and write its line."""
+        """Apply the step as the vote decided, and log it."""
         engine, verdict, minibatch = self.running, self.verdict, self.minibatch
         assert verdict is not None
         assert minibatch is not None
@@ -464,7 +464,7 @@ class TrainingLoop:
         self.log.step(record)
 
     def discard(self, step: int) -> str:
-        """Drop a step that was voted down; return the reason, in a sentence."""
+        """Drop a refused step; return the reason, in a sentence."""
         verdict, self.verdict, self.minibatch = self.verdict, None, None
         assert verdict is not None
         self.running.forget()
@@ -475,7 +475,7 @@ class TrainingLoop:
     def finish(self, step: int, stopped: bool) -> bool:
         """End the run after this step, together with all ranks: last checkpoint, last evaluation.
 
-        stopped: some rank wished to stop. True, on every rank alike, where a person requested the stop, not the clock.
+        stopped: some rank requested to stop. Returns True, on every rank, if a person requested it, not a time limit.
         """
         requested = stopped and any(self.running.communicator.gather(self._stop_wished()))
         self.boundaries.finish(step, judges=not requested)

@@ -1,7 +1,7 @@
-"""Checks what a run goes on from: a checkpoint's manifest and best.json, and that a config may continue the checkpoint.
+"""Reads and checks a checkpoint's manifest and best.json, and checks that a config may continue the checkpoint.
 
-A run's folder may come from anybody: the shape of the JSON is checked once here, before anything that it names is read,
-and a layer's file lies beside its manifest. Imports no torch.
+A run's folder may come from anybody. Therefore the structure of the JSON is checked here, before any file that it names
+is read; a layer's file must be in the manifest's folder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMOVE_BEST = "remove best.json, and the newest checkpoint is taken"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint's folder, checked by `check_manifest`. Raises as that does."""
+    """Return the manifest of a checkpoint's folder. Raises as `check_manifest`."""
     manifest = files.read_json(folder / "manifest.json")
     check_manifest(folder, manifest)
     checked: dict[str, Any] = manifest
@@ -46,7 +46,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_manifest(folder: Path, manifest: Any) -> None:
     """Check the content of a checkpoint's manifest, and the sizes of the files that it names.
 
-    Raises CapslogError: not a checkpoint, another format or shape, or files missing or cut short.
+    Raises CapslogError: not a checkpoint, another format or structure, or missing or truncated files.
     """
     path = folder / "manifest.json"
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -63,7 +63,7 @@ def check_manifest(folder: Path, manifest: Any) -> None:
 
 def _check_shape(manifest: Mapping[str, Any]) -> None:
     fields.whole(manifest.get("step"), "step")
-    for name in ("constants", "data"):  # versions that knew neither wrote none
+    for name in ("constants", "data"):  # older versions wrote neither
         fields.mapping(manifest.get(name, {}), name)
     layers = fields.mapping(manifest.get("layers"), "layers")
     for name, entry in layers.items():
@@ -91,7 +91,7 @@ def _check_shape(manifest: Mapping[str, Any]) -> None:
 
 
 def _size_of(piece: Any, where: str) -> tuple[str, int, int]:
-    """Name, size and number of held indices of a `model.splitting.pieces.TensorPiece` as JSON; its ranges must rise."""
+    """Name and split size of the whole tensor, and index count of a `TensorPiece` in JSON, whose ranges must rise."""
     name, size, dim, ranges = fields.listed(piece, where, length=4)
     fields.whole(dim, where)
     end = held = 0
@@ -104,7 +104,7 @@ def _size_of(piece: Any, where: str) -> tuple[str, int, int]:
 
 
 def read_best(checkpoints: Path) -> tuple[float, int] | None:
-    """Score (more is better) and step of the best checkpoint, if any. Raises CapslogError for a damaged file."""
+    """Score (more is better) and step of the best checkpoint; None without one. Raises CapslogError if damaged."""
     path = checkpoints / "best.json"
     if not path.exists():
         return None
@@ -121,12 +121,12 @@ def read_best(checkpoints: Path) -> tuple[float, int] | None:
 
 # -- The settings that must not change between a checkpoint and the run that continues it, and the error for each.
 #
-# Checked before a run's folder is written to, so that a refused command leaves it unchanged, and by every rank before
-# it loads.
+# Checked before a run writes to its folder, so that a refused command leaves the folder unchanged, and by every rank
+# before it loads the checkpoint.
 
 
 def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the keys of `train` that fix the losses, with their values, and the grains (`plans.parts.grains_of`)."""
+    """Return the settings of `train` on which the losses depend, and the grains (`plans.parts.grains_of`)."""
     train = config.train
     return {
         **({"grains": list(grains)} if grains else {}),
@@ -164,17 +164,17 @@ def _differences(
     """Yield the errors that keep a run of `config` from continuing the checkpoint at `path`.
 
     Args:
-        model: the chain's name, None where it is not known.
+        model: the chain's name; None: unknown.
         grains: of the plan's layers; see `plans.parts.grains_of`.
-        facts: of the training data, see `Workload.data_facts`; none where they are not known.
+        facts: about the training data, see `Workload.data_facts`; empty: unknown.
     """
     if model is not None and manifest.get("model") != model:
         yield CapslogError(
             f"{path} was written for the model {manifest.get('model')!r}, the config builds {model!r}; choose another "
             "run_dir, or begin from it with init_from"
         )
-        return  # the rest is of another model
-    earlier = {"weights": "float32", "moments": "float32"}  # of versions that knew no others
+        return  # further differences would only follow from the other model
+    earlier = {"weights": "float32", "moments": "float32"}  # older versions had no other values and wrote none
     before = earlier | manifest.get("constants", {})
     if before.get("grains", []) != list(grains):
         yield CapslogError(
@@ -188,7 +188,7 @@ def _differences(
                 f"{path} was written with train.{name}={before[name]}, the config says {value}; losses would not "
                 "continue: set it back, or begin a new run with init_from"
             )
-    then = manifest.get("data", {})  # of versions that kept none
+    then = manifest.get("data", {})  # older versions wrote none
     for name in then | facts if then and facts else ():
         if then.get(name) != facts.get(name):
             yield CapslogError(
@@ -222,12 +222,12 @@ def check_folder(
 def folder_findings(
     config: Config, model: str | None, grains: Sequence[int], facts: Mapping[str, Any]
 ) -> Iterator[RunFinding]:
-    """Yield the conflicts between `config.resume` and `run_dir/checkpoints`; damaged checkpoints are ignored here."""
+    """Yield (for "never", raise) conflicts of `config.resume` with `run_dir/checkpoints`; skip damaged checkpoints."""
     folder = config.run_dir / "checkpoints"
     folders = sorted(folder.glob("step-*"), reverse=True)
     if config.resume == "never":
         if folders:
-            # Their steps would be taken for this run's by the next resume, and pruned with them.
+            # a later resume would mix their steps with those of this run, and prune both
             raise CapslogError(
                 f"resume=never, but {folder} holds the checkpoints of an earlier run; choose another run_dir, or "
                 "remove them"

@@ -1,6 +1,6 @@
-"""A whole training run as one worker sees it: set up, resume, step, evaluate, save, stop.
+"""Runs training with one plan on one rank: set up, resume, step, evaluate, save, stop. Called by `start/worker`.
 
-Takes a resolved config and a plan; never decides where to cut.
+Elastic runs use `elastic/member` instead. A run takes a resolved config and a plan, and never chooses cuts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """End of a run: the last committed step and whether it was asked to stop early."""
+    """End of a run. step: last committed step. stopped: a person requested the stop. scores: of the last evaluation."""
 
     step: int
     stopped: bool
@@ -44,15 +44,15 @@ class RunEnd:
 
 
 class Run:
-    """Rank of a run of a fixed number of steps, with one engine from beginning to end; the caller closes its `loop`.
+    """Run on one rank, with one engine from beginning to end; the caller closes its `loop`.
 
     Args:
-        stop_wished: called at every step boundary; True on any rank stops all ranks there.
-        engines: those that the config may name; by default our own only.
+        stop_wished: called once per step; True on any rank stops all ranks after that step.
+        engines: those that the config may name; by default only our own.
 
     Attributes:
         begun_step: last step that was begun; None before the first.
-        failed_at: action of the step that failed, for error messages; None where none has.
+        failed_at: action in which a step failed, for error messages; None without a failure.
     """
 
     def __init__(
@@ -101,20 +101,20 @@ class Run:
     # -- resume ------------------------------------------------------------------------------------------------------
 
     def resume(self) -> Checkpoint | None:
-        """Continue a checkpoint as `resume` says; every rank takes the same one.
+        """Load the checkpoint that the config's `resume` selects, the same on every rank; None if there is none.
 
-        Raises CapslogError: no such checkpoint, or it was written for another model, seed or minibatch.
+        Raises CapslogError: no such checkpoint, or it is of a run with another model, data or constants of training.
         """
         wish = self.config.resume
         if wish == "never":
             check_folder(self.config, self.engine.chain.name, grains_of(self.engine.layout.stages))
-            self.communicator.barrier()  # no rank writes before all have looked
+            self.communicator.barrier()  # no rank writes before all ranks have checked the folder
             return None
         checkpoint: Checkpoint | None = None
         if wish == "auto":
             latest, skipped = latest_checkpoint(self.setup.checkpoints)
             if self.communicator.rank == 0:
-                # on standard output, which the user sees; the errors of a worker are in a file
+                # on standard output, which the user sees; a worker's standard error goes to a file
                 sys.stdout.writelines(f"{printable(line)}\n" for line in passed_over(latest, skipped))
             steps = self.communicator.gather(latest.step if latest else 0)
             if min(steps) != max(steps):
@@ -136,14 +136,14 @@ class Run:
         return checkpoint
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
-        """Load this rank's layers and their moments, whatever the cuts that they were written under."""
+        """Load this rank's layers and moments, from a checkpoint of any cuts."""
         engine = self.engine
         self.communicator.together(lambda: load_layers(checkpoint, engine.chain, engine.layers, engine.optimizer))
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def train(self) -> RunEnd:
-        """Make steps until the end, a wish to stop, or an error; StepRefused after the boundary before it was saved."""
+        """Train until the last step or a request to stop. Raises StepRefused, after saving the boundary before it."""
         loop, resumed, stopped = self.loop, self._found, False
         loop.begin(self.engine, 1, loop.step, writes=self.communicator.rank == 0, saved=True)
         if resumed is None:
@@ -159,7 +159,7 @@ class Run:
         return RunEnd(loop.step, requested, loop.boundaries.scores)
 
     def _one_step(self, step: int) -> bool:
-        """Compute, vote and apply; True where some rank wishes to stop."""
+        """Compute, vote and apply; True where some rank requests to stop."""
         self.begun_step = step
         try:
             self.loop.compute(step)

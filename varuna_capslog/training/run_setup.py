@@ -1,6 +1,6 @@
-"""The parts of a run that no change of cuts alters: the chain, the data, the loss and the engine's options.
+"""The parts of a run that do not depend on cuts: chain, data, loss and engine options; and the checks of a device.
 
-A process builds them once from config and plan, for all of its engines. The weights that a run begins from
+A process builds the parts once from config and plan, for all of its engines. The weights that a run begins with
 (`init_from`) come from one of our checkpoints or from a file that the workload can read.
 """
 
@@ -54,11 +54,11 @@ class RunSetup:
     """Parts of a run.
 
     Attributes:
-        chain: with the weights that the run begins from, alike on every rank; layers of factories are not built yet.
+        chain: with the run's initial weights, equal on every rank; layers of factories are not built yet.
         source: the training data.
         total_steps: number of the last step; None where only time limits the run.
-        left_out: one line per entry of `init_from` that was not taken over.
-        facts: of the training data, which the checkpoints keep; see `Workload.data_facts`.
+        left_out: one line for each entry of the model or of `init_from` that was not loaded.
+        facts: about the training data, stored in checkpoints; see `Workload.data_facts`.
     """
 
     config: Config
@@ -81,23 +81,23 @@ class RunSetup:
         return self.run_dir / "checkpoints"
 
     def feed(self, local: Sequence[int] = (), judged: Sequence[int] = (), watch: DataWatch | None = None) -> Feed:
-        """Minibatches by step, on a rank that loads the microbatches `local` and computes the losses of `judged`."""
+        """Feed of a rank that loads the microbatches `local` and computes the losses of the microbatches `judged`."""
         train = self.config.train
         return Feed(self.source, train.minibatch_size, train.microbatch_size, train.seed, local, judged, watch)
 
 
 def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
-    """Build the whole chain with the run's initial weights, alike on every rank; and the lines of `left_out`."""
+    """Build the whole chain with the run's initial weights, equal on every rank; also return `RunSetup.left_out`."""
     torch.manual_seed(config.train.seed)
     chain = workload.chosen_chain()
     if config.init_from is None:
         return chain, []
-    # only values are taken over; optimizer, step and data order start afresh
+    # only values are loaded; optimizer, step and data order start afresh
     return chain, initialise(chain, workload, config.init_from, config.init_skip)
 
 
 def last_step(train: Train, samples: int) -> int | None:
-    """Number of a run's last step over so many samples; None where only time limits it."""
+    """Number of a run's last step. samples: size of the training data. None where only time limits the run."""
     limits = [] if train.epochs is None else [train.epochs * (samples // train.minibatch_size)]
     if train.max_steps is not None:
         limits.append(train.max_steps)
@@ -105,7 +105,7 @@ def last_step(train: Train, samples: int) -> int | None:
 
 
 def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
-    """Build the parts of a run; the engine follows the actions of `plan`, where it has any."""
+    """Build the parts of a run; the engine uses the actions of `plan`, if it has any."""
     chain, left_out = build_chain(config, workload)
     source, train, pipeline = workload.train_data(), config.train, config.pipeline
     steps_per_epoch = len(source) // train.minibatch_size
@@ -147,7 +147,7 @@ def _loss_scale(train: Train) -> LossScale | None:
 
 
 def check_plan(setup: RunSetup, plan: Plan) -> None:
-    """Raise CapslogError if the plan, or a key of the config, is for another model than the one that was built."""
+    """Raise CapslogError if the plan, or a key of the config, does not fit the model that was built."""
     chain = setup.chain
     if plan.num_layers != len(chain):
         raise CapslogError(
@@ -161,7 +161,7 @@ def check_plan(setup: RunSetup, plan: Plan) -> None:
 def check_keys(train: Train, chain: Chain, recipe: Recipe) -> None:
     """Raise CapslogError for keys of `train` that name a missing logger or parameter; only shapes are needed."""
     check_loggers(train.loggers)
-    # a misspelt key would leave the plain settings
+    # a misspelt key would silently have no effect
     parameters = chain.named_parameters()
     addresses = list(parameters)
     for text in train.lr_multipliers:
@@ -174,10 +174,10 @@ def check_keys(train: Train, chain: Chain, recipe: Recipe) -> None:
 
 
 def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str, Tensor], list[str]]:
-    """Read {address in the chain: tensor}, and the skipped entries.
+    """Read tensors by address in the chain; also return lines on entries of the file that cannot be used.
 
-    path: a checkpoint, a run folder (its newest complete checkpoint) or a foreign file. Raises CapslogError: no such
-    file, or nothing that can be read.
+    path: a checkpoint, a run folder (its newest complete checkpoint) or a file that the workload imports. Raises
+    CapslogError where it does not exist or cannot be read.
     """
     if not path.exists():
         raise CapslogError(f"init_from={str(path)!r} does not exist; give a checkpoint folder or a weights file")
@@ -203,10 +203,10 @@ def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str
 
 
 def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]) -> list[str]:
-    """Copy weights into a freshly built chain; return one line per entry that was left out.
+    """Copy weights into a newly built chain; return one line for each entry that was left out.
 
-    skip: texts; entries whose address contains one keep their fresh values. Raises CapslogError for a shape that does
-    not match and is not skipped, or a file that shares no name with the model.
+    skip: entries whose address contains one of these texts keep their initial values. Raises CapslogError for a shape
+    that does not match and is not skipped, or a file that shares no name with the model.
     """
     weights, skipped = read_weights(path, workload, chain)
     taken: dict[str, Tensor] = {}
@@ -232,8 +232,8 @@ def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]
 
 # -- Chooses the device of a worker, and checks that it meets the demands of the config.
 #
-# Workers call this before anything is built. A machine that is not as the config expects then causes one sentence with
-# the key or the variable to change, and not a later error of the device or of NCCL.
+# Workers call this before they build anything, so that a machine that does not fit the config causes one sentence with
+# the key or variable to change, instead of a later error of the device or of NCCL.
 
 
 def choose_device(wish: str, local_rank: int) -> torch.device:
@@ -251,8 +251,8 @@ def choose_device(wish: str, local_rank: int) -> torch.device:
 def check_devices(transport: str, device: torch.device, local_rank: int) -> None:
     """Check that `pipeline.transport` can connect this worker; gloo always can.
 
-    local_rank: the number of this worker among those of its machine. Raises CapslogError: nccl without a GPU for each
-    worker, or with variables that forbid all of its transports.
+    local_rank: number of this worker on its machine. Raises CapslogError: nccl without a GPU for each worker, or with
+    environment variables that forbid all of its transports.
     """
     if transport != "nccl":
         return
@@ -266,11 +266,11 @@ def check_devices(transport: str, device: torch.device, local_rank: int) -> None
 
 
 def check_nccl_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -> None:
-    """Check that NCCL's variables leave it a way to the other ranks; see Environment Variables in its manual.
+    """Check that NCCL's variables allow a connection to other ranks; see "Environment Variables" in NCCL's manual.
 
-    Two GPUs of a machine communicate directly (P2P), through shared memory (SHM), or as those of two machines do:
-    through InfiniBand or sockets. The first contact is always over sockets, through this machine's network
-    `interfaces`. Raises CapslogError where none is left for it, or no transport; it names the variable to change.
+    Two GPUs of one machine communicate directly (P2P), through shared memory (SHM), or, as between machines, through
+    InfiniBand or sockets. The first connection always uses sockets, over this machine's network `interfaces`. Raises
+    CapslogError, with the variable to change, where no interface is allowed, or no transport.
     """
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
     names = sorted(interfaces)
@@ -294,7 +294,7 @@ def _is_on(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _matches(name: str, wanted: str) -> bool:
-    """True where NCCL may use an interface. wanted: prefixes, with `=` before them exact names, with `^` exclusions."""
+    """True where NCCL may use an interface. wanted: prefixes of names; exact names after `=`; exclusions after `^`."""
     excluding, listed = wanted.startswith("^"), wanted.removeprefix("^")
     exact, listed = listed.startswith("="), listed.removeprefix("=")
     matches = any(name == pattern if exact else name.startswith(pattern) for pattern in listed.split(",") if pattern)
@@ -302,10 +302,10 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def check_room(device: torch.device, predicted: int | None, worker_name: str) -> None:
-    """Check that an accelerator has as much free memory as the plan predicts for this worker, before it takes any.
+    """Check that an accelerator has the free memory that the plan predicts for this worker; called before any is used.
 
-    predicted: bytes of the rank's peak; None: nothing is checked. worker_name: for the error, such as "rank 2". Raises
-    CapslogError where other processes fill it.
+    predicted: bytes of the rank's peak; None: no check. worker_name: for the error, such as "rank 2". Raises
+    CapslogError where other processes leave too little memory.
     """
     if device.type == "cpu" or predicted is None:
         return

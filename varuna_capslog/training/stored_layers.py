@@ -1,4 +1,4 @@
-"""The layers of a checkpoint by layer and parameter name: loaded under any plan, and exported to other programs."""
+"""Loads the layers of a checkpoint under any plan, by layer and parameter name, and exports them to other programs."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ __all__ = [
 ]
 
 
-# -- Reading a checkpoint into a chain whose layers are whole, or split in another way than when it was written.
+# -- Reads a checkpoint into a chain whose layers are split into other parts than in the checkpoint, or not split.
 
 
 def read_for(checkpoint: Checkpoint, chain: Chain) -> Checkpoint:
-    """Checkpoint as if it had been written from the layers of this chain."""
+    """Checkpoint with the layers of this chain, converted when read if they were split otherwise."""
     if checkpoint.manifest.get("splits", {}) == split_table(chain.layers):
         return checkpoint
     return _Resplit(checkpoint, chain)
 
 
 def manifest_of_layers(chain: Chain) -> dict[str, Any]:
-    """Entries of a manifest on a chain beside the files of its layers: shared parameters, and layers that are parts."""
+    """Entries of a manifest about a chain: shared parameters and, if there are any, layers that are parts of others."""
     shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
     splits = split_table(chain.layers)
     return {"shared": shared, **({"splits": splits} if splits else {})}
 
 
 class _Resplit(Checkpoint):
-    """Checkpoint that joins whole layers and takes from them the parts that the chain's layers hold."""
+    """Checkpoint that joins the stored parts to whole layers and splits these into the parts of the chain's layers."""
 
     def __init__(self, checkpoint: Checkpoint, chain: Chain) -> None:
         layers: dict[str, Any] = {layer.name: {} for layer in chain.layers}
         super().__init__(checkpoint.path, {**checkpoint.manifest, **manifest_of_layers(chain), "layers": layers})
         self._found, self._chain = checkpoint, chain
-        self._whole = functools.lru_cache(maxsize=1)(self._put_together)  # the parts of a layer follow each other
+        self._whole = functools.lru_cache(maxsize=1)(self._put_together)  # parts of a layer are read one after another
 
     def layer(self, name: str, mapped: bool = False) -> dict[str, Any]:
         """Return the state of a layer of the chain; see `Checkpoint.layer`."""
@@ -97,7 +97,7 @@ class _Resplit(Checkpoint):
         return state | _scaler_of(kept)
 
     def _put_together(self, layer_name: str, mapped: bool) -> dict[str, Any]:
-        """Return the checkpoint's state of a whole layer, as its file would hold it."""
+        """Return the state of a whole layer, in the form of its file."""
         rows = self._found.manifest.get("splits", {}).get(layer_name)
         if rows is None:
             return self._found.layer(layer_name, mapped)
@@ -117,7 +117,7 @@ class _Resplit(Checkpoint):
 
 
 def _scaler_of(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Loss scale of the run, which the file of every layer has, where it is scaled."""
+    """Loss scale of the run, which is in the file of every layer; {} without one."""
     return {"scaler": kept["scaler"]} if "scaler" in kept else {}
 
 
@@ -128,11 +128,11 @@ def _pieces(layer: Layer) -> Mapping[str, TensorPiece]:
     return {name: TensorPiece(name) for name in names}
 
 
-# -- the layers of a checkpoint
+# -- reads and writes the state of layers
 
 
 def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
-    """Read a layer's state from disk, on the CPU; shared parameters come from their first layer's file.
+    """Read a layer's state from disk to the CPU; shared parameters are read from their first layer's file.
 
     Raises CapslogError where the checkpoint is damaged or of another model.
     """
@@ -140,7 +140,7 @@ def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerSt
 
 
 def _state_of(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
-    """Return a layer's state as `from_checkpoint` does, from a result of `read_for`."""
+    """Return a layer's state as `from_checkpoint`, from a checkpoint of `read_for`."""
     layer, shared = chain.layers[index].name, chain.shared_names(index)
     read: dict[str, dict[str, Any]] = {}
 
@@ -167,9 +167,9 @@ def _state_of(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
 
 
 def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return the layer in whose file a checkpoint keeps a parameter, and its name there.
+    """Return the layer whose file has a parameter, and the parameter's name in that layer.
 
-    layer, name: a layer that uses it, and its name in that layer. Raises CapslogError where it is not shared there.
+    layer, name: a layer that uses it, and its name there. Raises CapslogError where only the chain shares it.
     """
     if address == f"{layer}.{name}":
         return layer, name
@@ -189,9 +189,9 @@ def _on_host(key: str, tensor: Tensor) -> Tensor:
 def to_checkpoint(
     state: Mapping[str, Tensor], chain: Chain, index: int, host: Callable[[str, Tensor], Tensor] = _on_host
 ) -> dict[str, Any]:
-    """Content of a checkpoint's file of this layer, on the CPU, in the form that `Checkpoint.layer` returns.
+    """Content of a layer's file in a checkpoint, on the CPU, in the form that `Checkpoint.layer` returns.
 
-    host: gives the tensor of `state` with this key on the CPU; by default a tensor on the CPU is not copied.
+    host: maps (key, tensor) of `state` to a tensor on the CPU; by default tensors on the CPU are not copied.
     """
     layer, shared = chain.layers[index], chain.shared_names(index)
     parameters: dict[str, Tensor] = {}
@@ -208,7 +208,7 @@ def to_checkpoint(
             continue
         name, _, moment = name.partition("/")
         if shared.get(name, f"{layer.name}.{name}") != f"{layer.name}.{name}":
-            continue  # it belongs to an earlier layer
+            continue  # stored with an earlier layer
         if kind == "parameters":
             parameters[name] = host(key, tensor)
         else:
@@ -220,7 +220,7 @@ def to_checkpoint(
 def load_layers(checkpoint: Checkpoint, chain: Chain, layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> None:
     """Load the parameters, buffers and moments of these layers of a chain.
 
-    Raises CapslogError where a layer or parameter is missing or has another shape (both are named).
+    Raises CapslogError, with the name, where a layer or parameter is missing or has another shape.
     """
     checkpoint = read_for(checkpoint, chain)
     for layer in layers:
@@ -228,7 +228,7 @@ def load_layers(checkpoint: Checkpoint, chain: Chain, layers: Sequence[EngineLay
 
 
 def load_chain(checkpoint: Checkpoint, chain: Chain) -> None:
-    """Load a whole chain's weights, see `Checkpoint.weights`, on one device (prediction, export)."""
+    """Load a whole chain's weights for prediction or export, on one device; see `Checkpoint.weights`."""
     chain.fill()
     checkpoint = read_for(checkpoint, chain)
     for layer in chain.layers:
@@ -252,13 +252,13 @@ def _mismatch(where: Path, address: str, value: Tensor | None, target: Tensor) -
     )
 
 
-# -- Exports a checkpoint's weights to other programs, under their names, in one of several forms.
+# -- Exports a checkpoint's weights in one of several forms, with the names of the original model.
 #
-# The values are those to compute with: where a run keeps averages, the averages.
+# The values are those for inference: averages, if the run has any.
 
 
 class WholeChain(nn.Module):
-    """A chain as one module: it takes the chain's inputs in order and returns its outputs in order."""
+    """Module that runs a chain, from the chain's inputs to its outputs, both in order."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class WholeChain(nn.Module):
         self._inputs, self._outputs = chain.inputs, chain.outputs
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the chain on one microbatch."""
+        """Run all layers."""
         values: dict[str, Any] = dict(zip(self._inputs, inputs, strict=True))
         for layer, (reads, writes) in zip(self.layers, self._wiring, strict=True):
             result = layer(*[values.get(name) for name in reads])
@@ -276,7 +276,7 @@ class WholeChain(nn.Module):
 
 
 def own_weights(workload: Workload, chain: Chain) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the chain by the names that the model has elsewhere; shared ones once."""
+    """Parameters and persistent buffers of the chain by their names in the original model; shared ones once."""
     names = workload.own_names(chain)
     tensors = chain.named_tensors()
     kept = set(chain.named_parameters())
@@ -287,9 +287,9 @@ def own_weights(workload: Workload, chain: Chain) -> dict[str, Tensor]:
 
 
 def write_weights(workload: Workload, chain: Chain, path: Path, form: str) -> None:
-    """Write a chain's weights in one of `FORMS`; a file is complete or not there.
+    """Write a chain's weights in one of `FORMS`, atomically.
 
-    Raises CapslogError: an unknown form, a package that it needs is not installed, or the model has no such form.
+    Raises CapslogError: `path` exists or cannot be written, an unknown form, a missing package, or an unsuitable model.
     """
     fields.refuse_unknown([form], list(FORMS), "form of weights")
     if path.exists():
@@ -303,13 +303,13 @@ def write_weights(workload: Workload, chain: Chain, path: Path, form: str) -> No
         raise CapslogError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        with contextlib.suppress(OSError):  # its folder may be none
+        with contextlib.suppress(OSError):  # its parent may not be a folder
             unfinished.unlink(missing_ok=True)
 
 
 def _safetensors(workload: Workload, chain: Chain, path: Path) -> None:
     save_file = _needed("safetensors.torch", "safetensors").save_file
-    # tensors of one storage are told apart by their names elsewhere, but a file may hold a storage once only
+    # the original model may have several names for one storage, but safetensors refuses tensors that share a storage
     save_file({name: value.clone() for name, value in own_weights(workload, chain).items()}, path, {"format": "pt"})
 
 
@@ -379,6 +379,6 @@ FORMS: Mapping[str, Callable[[Workload, Chain, Path], None]] = {
     "dcp": _dcp,
     "onnx": _onnx,
 }
-"""safetensors, torch: one file with the model's own names; detr: the original DETR's file; hf: a folder for
-`from_pretrained`; dcp: a folder of torch.distributed.checkpoint, under the key "model"; onnx: the whole model in
-evaluation mode, for inputs of the profile's sizes."""
+"""safetensors, torch: a file with the model's own names; detr: a file in the form of the original DETR; hf: a folder
+for `from_pretrained`; dcp: a folder of torch.distributed.checkpoint, under the key "model"; onnx: the whole model in
+evaluation mode, for one sample of the profile's sizes."""
