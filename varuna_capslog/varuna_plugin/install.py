@@ -317,7 +317,7 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
 
 @torch.no_grad()
 def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callable[[int, Any], None]) -> None:
-    """Run forwards of microbatches, inputs by number. take: called with (number, the model's result) on the last stage."""
+    """Run forwards of microbatches, inputs by number. take: called with (number, model's result) on the last stage."""
     stage, partitioned, timeout = self.partitioned_model.capslog, self.partitioned_model, current().timeout
     under_way = []
     for microbatch, batch in batches.items():
