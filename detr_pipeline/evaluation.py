@@ -237,8 +237,8 @@ def detection_curves(
 
 
 def _confused(index: CocoIndex, truth: COCO, detections_found: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Count pairs of (true class, detected class). In each image the detections, the one with the highest score first,
-    take the free object of the largest overlap, whatever its class. Crowds are no objects here.
+    """Count pairs of (true class, detected class). In each image, in the order of falling scores, a detection takes the
+    free object of the largest overlap, whatever its class. Crowds are no objects here.
     """
     place = {category: number for number, category in enumerate(index.category_ids)}
     nothing = len(place)

@@ -495,7 +495,7 @@ class FirstDecoderLayer(DecoderLayer):
         self.heads = heads
 
     def forward(self, memory: Tensor, valid: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        # In a view, so that the parameter itself never leaves the layer: gradients of both uses have their own nodes.
+        # A view, so that the parameter itself never leaves the layer: the gradients of both uses have their own nodes.
         query = self.query_embed.weight.view_as(self.query_embed.weight)
         start = torch.zeros_like(query).expand(memory.shape[0], -1, -1)
         hidden = self.decode(start, memory, valid, query)[None]

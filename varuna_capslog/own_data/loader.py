@@ -73,7 +73,7 @@ class Loader:
         if not self._workers:
             return _Later(self._reader, split, epoch, samples)
         if not self._threads:
-            # A loader's thread lives as long as its process: Linux ends a child with the thread that started it.
+            # One thread per loader process, which it must outlive: Linux ends a child with the thread that started it.
             self._threads = [
                 OwnedThread(f"loader-{number}", self._serve, self._fail) for number in range(self._workers)
             ]

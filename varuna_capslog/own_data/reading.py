@@ -24,7 +24,7 @@ from varuna_capslog.own_data.handed import handed
 __all__ = ["SampleReader", "named_or_handed", "receive", "seeded", "send"]
 
 
-# -- Random numbers of a sample: its seed alone decides them, in any process; other random numbers do not change.
+# -- Random numbers of a sample depend only on its seed, in any process; other random numbers do not change.
 
 
 _SAMPLE = 0x5341

@@ -362,7 +362,7 @@ class DatasetWorkload(ModelWorkload):
         return self._with_loss(chain) if self._metric is None else chain
 
     def _warn_of_ignored(self) -> None:
-        """Warn that microbatches have equal shares though labels are ignored, since the model's own loss hides them."""
+        """Warn where labels are ignored but microbatches have equal shares, since the model's loss hides its targets."""
         ignoring = [
             name
             for name, tensor in self._inputs_of(self._first).items()

@@ -52,7 +52,7 @@ __all__ = [
 
 
 NUMERICS = {"same": "the same bits", "close": "results within 1e-5", "loose": "results within 1e-2"}
-"""Numerical classes, strictest first, each with the promised agreement with the configured layer."""
+"""Numerical classes, strictest first, and the agreement with the configured layer that each promises."""
 
 TOLERANCES = {"same": 0.0, "close": 1e-5, "loose": 1e-2}
 """Largest difference allowed by each numerical class, relative to the largest value; see `difference`."""
@@ -258,7 +258,7 @@ def difference(
     the layer). Layers that draw random numbers in training run in eval mode, all others in their present mode.
 
     Args:
-        plain, rewritten: layers with equal parameter names and values, in their modes of training, which stay.
+        plain, rewritten: layers with equal parameter names and values, in the modes in which they train.
         arguments: inputs of the layer; gradients of inputs that require one are compared, too.
         gradients: True: compare gradients, too.
         call: runs in place of `rewritten`, such as its compiled code; None: `rewritten` itself.

@@ -2,7 +2,7 @@
 
 A variant gives the layer's module a subclass whose `forward` wraps the plain one; all attributes stay. The layer itself
 converts its inputs and outputs, so its costs include the conversions, and its neighbours see plain tensors. A compiled
-layer is only marked here: the engine compiles it before a step (`engine/compiling`), as it does with `train.compile`.
+layer is only marked here; `engine/compiling` compiles it before a step, like all layers with `train.compile`.
 """
 
 from __future__ import annotations

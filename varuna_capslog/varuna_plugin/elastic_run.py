@@ -85,7 +85,7 @@ def run_elastic(
     workers search new cuts and continue, in the same processes. Losses stay those of an undisturbed run.
 
     Args:
-        workers: number of workers at the begin, one per stage (fewer stages where the model has fewer pieces).
+        workers: number of workers at the start, one per stage (fewer stages where the model has fewer pieces).
         capacity: bytes of each device, also as text ("16GiB"); checked where a profile is given.
 
     All other arguments, `options` among them, are fields of `ElasticTraining`; `steps`, `batch_size` and `chunk_size`

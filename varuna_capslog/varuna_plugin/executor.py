@@ -2,7 +2,7 @@
 
 `Pipeline.run` and its loop over the schedule stay Varuna's. The thread of the stage itself sends all messages and
 receives activations; the thread that receives gradients puts its error into the queue that the stage reads. In the
-original every message passed through a thread, and after a thread's silent failure its stage waited for ever.
+original every message passed through a thread, and if a thread failed, it ended silently and its stage waited forever.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 class Microbatches(dict[int, dict[str, Any]]):
-    """Inputs for `Varuna.step`, cut by the user, by microbatch number: microbatches may have tensors of other shapes.
+    """Inputs for `Varuna.step` that the user has cut into microbatches, by number; shapes may differ between them.
 
     batches: one dictionary of model inputs per microbatch, as many as Varuna was built for. sizes: samples in each, the
     weights of a mean loss; default: equal weights.
@@ -70,8 +70,8 @@ def scatter(inputs: Mapping[str, Any] | Microbatches, batch_size: int, microbatc
     """Return the inputs of each microbatch of `microbatch_size` samples; the last one may be shorter.
 
     A tensor of `batch_size` rows and a list of `batch_size` entries are cut (such a list has one entry per sample,
-    whatever the entries are). Of dictionaries, tuples and other lists each entry is cut by itself. A tensor with one
-    row or without dimensions, and any other value, go to every microbatch unchanged.
+    whatever the entries are). Dictionaries, tuples and other lists are cut entry by entry. A tensor with one row or
+    without dimensions, and any other value, go to every microbatch unchanged.
 
     Raises CapslogError for a tensor with another number of rows, or for another number of `Microbatches`.
     """
@@ -116,7 +116,7 @@ def _part(value: Any, start: int, end: int, batch_size: int, name: str) -> Any:
 
 
 FORWARD, RECOMPUTE, BACKWARD = 0, 1, 2
-"""Varuna's numbers of its tasks."""
+"""Task numbers of Varuna's executor."""
 
 _WEIGHTS = 3
 """Second half of a backward: takes one quantum of time, but is no task of Varuna's lists."""

@@ -87,7 +87,7 @@ def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_m
 
 
 def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]:
-    """Return (False: no overflow, norm of all gradients after clipping), and set the loss over all replicas."""
+    """Replace Varuna's: return (no overflow, norm of all gradients after clipping), set the loss of all replicas."""
     with named_loss("adding up gradients", None, current().timeout):
         _add_ties(self)
         share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
@@ -157,7 +157,7 @@ def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> No
 
 
 def _squared_norm(self: Any) -> float:
-    """Return the squared norm of this stage's gradients; a tie counts once, on its first stage."""
+    """Return the squared norm of this stage's gradients; a tie counts on its first stage, by its first name there."""
     skipped: set[int] = set()
     for tie, held in _ties(self):
         counted = tie.stages[0] == self.model.capslog.stage

@@ -409,7 +409,7 @@ def _measured(
 
 
 def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
-    """Return the specs, by position, of the inputs, of the tensors at each CutPoint, and of nothing behind the loss."""
+    """Return the specs, by position, of the inputs and of the tensors at each CutPoint, and {} behind the loss."""
     input_specs = {
         str(index): TensorSpec.of(leaf)
         for index, leaf in enumerate(pytree.tree_leaves(dict(subject.batch)))

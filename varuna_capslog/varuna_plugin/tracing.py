@@ -222,7 +222,7 @@ class Trace:
 
     @property
     def num_pieces(self) -> int:
-        """Number of pieces: one more than cuts."""
+        """Number of pieces: the number of cuts plus one."""
         return len(self.cuts) + 1
 
 
@@ -478,7 +478,7 @@ class Partition:
 
 
 def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> tuple[TieGroup, ...]:
-    """All ties, sorted by first name.
+    """Return all ties, sorted by first name.
 
     declared: Varuna's `shared_weights`: groups of parameter names with equal values, whose gradients are added up.
     Raises CapslogError for a name that is no parameter of the model.
