@@ -362,7 +362,7 @@ class DatasetWorkload(ModelWorkload):
         return self._with_loss(chain) if self._metric is None else chain
 
     def _warn_of_ignored(self) -> None:
-        """Warn where labels are ignored but microbatches have equal shares, since the model's loss hides its targets."""
+        """Warn where labels are ignored but microbatches have equal shares, since the loss's targets are not known."""
         ignoring = [
             name
             for name, tensor in self._inputs_of(self._first).items()

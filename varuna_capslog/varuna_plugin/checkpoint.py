@@ -51,8 +51,8 @@ __all__ = [
 #
 # A checkpoint (`varuna_ckpt_<step>`) has Varuna's layout, one file per piece and kind, with a manifest where the
 # plugin wrote it. A member of an elastic run that must stop between two checkpoints writes the pieces that it holds
-# into `run_dir/held/`. The next run begins with the newest boundary of which every piece is there, if that is newer
-# than the last checkpoint. Nothing here knows ranks, stages or a model.
+# into `run_dir/held/`. The next run begins with the newest boundary that has all pieces, if it is newer than the last
+# checkpoint. The functions of this section know no ranks, stages or model.
 
 
 MANIFEST = "capslog-manifest.json"

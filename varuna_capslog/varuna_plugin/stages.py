@@ -214,7 +214,7 @@ class StageRun:
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
         bundle_type: class of the bundles that leave the stage.
         rooms: frame sizes of the messages in each direction, by (task, "in" or "out").
-        active, left: True once the forward has reached the stage's first piece; the cut behind the stage.
+        active, left: True once the forward has reached the stage's first piece, and the cut behind the stage.
         gradients_sent: True once the backward under way has sent gradients to the stage before.
         draws: seeds random numbers where they must not depend on the cuts; else None.
         watch_backward: called with "begun", "gradients arrived" (from the stage behind) and "ended" in each backward.
