@@ -219,7 +219,7 @@ def sampled_padded_sizes(
 ) -> list[tuple[int, int]]:
     """Return the padded (H, W) of a microbatch of each of `count` random minibatches; opens no picture.
 
-    A minibatch holds different images (all of them where the split has less than `minibatch_size`), and minibatch k is
+    A minibatch holds different images (all images where there are fewer than `minibatch_size`), and minibatch k is
     augmented as training with this seed does in epoch k.
     """
     heights, widths = image_sizes(config, "train")

@@ -65,7 +65,7 @@ def _options(arguments: list[str]) -> list[str]:
 
 
 def _cuts(ours: Namespace, num_stages: int) -> str | None:
-    """Return the cut list or plan file for the workers; None: Varuna's uniform split."""
+    """Return the cut list or plan file for the workers; None without `--cuts` and `--profile`."""
     if ours.profile is not None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
