@@ -1,5 +1,5 @@
-"""DETR object detection as a pipeline workload: `workload: detr_pipeline:workload` in a run's YAML leads here. Heavy
-imports happen in the call of `workload`; nothing here may import the engine.
+"""DETR object detection as a pipeline workload: `workload: detr_pipeline:workload` in a run's YAML calls `workload`,
+which does the heavy imports; nothing here may import the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DETR as a chain: its units in order, joined into the layers that `model.cut_points` asks for.
+"""DETR as a chain: its units in order, joined into layers as `model.cut_points` says.
 
 These tensors cross the cuts: features `x` [B, C, h, w] or `memory` [B, h, w, C], `valid` [B, 2] (int64, rows and
 columns of the map that belong to each image), and from the first decoder layer on `hidden` [K, B, Q, C] and `query`
@@ -39,7 +39,7 @@ __all__ = [
 
 # -- A torchvision ResNet as a list of units: stem, residual blocks, projection to the transformer's width.
 #
-# Weights never come from the network; `weights` reads them from a file.
+# Weights are never downloaded; `model.weights` names a file.
 
 
 _NORM_LAYERS: Mapping[str, Callable[[int], nn.Module]] = {
@@ -66,7 +66,7 @@ def valid_cells(sizes: Tensor, padded: tuple[int, int], cells: tuple[int, int]) 
 
 
 class Stem(nn.Module):
-    """Network up to the first residual block, and the end of each image on the final feature map.
+    """Network up to and including the first residual block, and the size of each image on the last feature map.
 
     Called with images [B, 3, H, W] and their valid sizes [B, 2]; returns features [B, C, ceil(H/4), ceil(W/4)] and the
     valid rows and columns [B, 2] of the backbone's last map.
@@ -87,8 +87,8 @@ class Stem(nn.Module):
 
 
 class Projection(nn.Conv2d):
-    """1x1 convolution to the transformer's width: [B, C, h, w] becomes memory [B, h, w, hidden], also under autocast in
-    the weights' dtype, so that the transformer sums its residuals in full precision.
+    """1x1 convolution to the transformer's width: [B, C, h, w] to memory [B, h, w, hidden]. Memory has the weights'
+    dtype even under autocast, so that the transformer sums its residuals in full precision.
     """
 
     def __init__(self, channels: int, hidden_dim: int) -> None:
@@ -108,7 +108,7 @@ def backbone_units(config: ModelConfig) -> list[Layer]:
     if config.freeze == "stem+layer1":
         for part in (network.conv1, network.bn1, network.layer1):
             part.requires_grad_(False)
-    # conv1 and the pooling halve once each, and so does every later stage that is not dilated.
+    # conv1, the pooling, and every stage after layer1 that is not dilated halve the map once each.
     stem = Stem(network, halvings=len(stages) + 1 - config.dilation)
     units = [Layer("backbone.stem", stem, ("images", "sizes"), ("x", "valid"))]
     for stage in stages:
@@ -127,7 +127,7 @@ INPUTS = ("images", "sizes")
 OUTPUTS = ("logits", "boxes")
 _BACKBONE = "backbone."
 _STAGES = ("backbone.layer2.0", "backbone.layer3.0", "backbone.layer4.0")
-# Prefixes of the names of units that are joined to the unit before, by `model.cut_points`.
+# For each value of `model.cut_points`, prefixes of the names of units that are joined to the unit before.
 _NOT_CUT_BEFORE = {
     "all": (),
     "instage": _STAGES,
@@ -138,7 +138,7 @@ _NOT_CUT_BEFORE = {
 
 
 class Joined(nn.Module):
-    """Consecutive units as one layer; modules bear their names, dots as underscores. needed: names read later."""
+    """Consecutive units as one layer; a module has its unit's name, underscores for dots. needed: names read later."""
 
     def __init__(self, units: Sequence[Layer], needed: frozenset[str]) -> None:
         super().__init__()
@@ -162,10 +162,10 @@ class Joined(nn.Module):
 
 
 def build_chain(config: ModelConfig, num_classes: int) -> Chain:
-    """Build a DETR with fresh weights from torch's random state; the config's `num_classes` and `weights` are not read
-    here.
+    """Return a DETR with fresh weights from torch's random state; the config's `num_classes` and `weights` have no
+    effect here.
 
-    num_classes: without no-object. Raises ConfigError where `cut_points` names an unknown layer.
+    num_classes: classes without no-object. Raises ConfigError where `cut_points` names an unknown layer.
     """
     units = backbone_units(config) + _transformer_units(config, num_classes)
     starts = sorted(_starts(units, config.cut_points))
@@ -175,7 +175,7 @@ def build_chain(config: ModelConfig, num_classes: int) -> Chain:
 
 
 def units_of(layer: Layer) -> list[tuple[str, str]]:
-    """Return every unit's name in a layer of this chain, and the prefix of its parameters' names in the layer."""
+    """Return the name of every unit in a layer of this chain, and the prefix of the unit's parameters in the layer."""
     if isinstance(layer.module, Joined):
         return [(name, f"{_child(name)}.") for name in layer.module.unit_names]
     return [(layer.name, "")]
@@ -186,7 +186,7 @@ def _child(unit: str) -> str:
 
 
 def _name(config: ModelConfig) -> str:
-    """Return the model's name as in the paper's table, such as rn50-d-e6, with every other difference in size."""
+    """Return the model's name as in the paper's table, such as rn50-d-e6, with other differences in size appended."""
     parts = [config.backbone.replace("resnet", "rn")]
     if config.last_layer != "layer4":
         parts.append(config.last_layer)
@@ -222,8 +222,8 @@ def _transformer_units(config: ModelConfig, num_classes: int) -> list[Layer]:
 
 
 def _starts(units: Sequence[Layer], cut_points: str | Sequence[str]) -> set[int]:
-    """Return the positions of the units that begin a layer. The projection always stays with the last residual block:
-    cut after it, an eighth of the bytes travels (256 of 2048 channels), and all encoder layers are alike.
+    """Return the positions of the units that begin a layer. The projection always stays with the last residual block: a
+    cut behind the projection sends an eighth of the bytes (256 of 2048 channels), and all encoder layers are alike.
     """
     names = [unit.name for unit in units]
     everywhere = {index for index, name in enumerate(names) if name != "projection"}
@@ -244,7 +244,7 @@ def _position(names: Sequence[str], everywhere: set[int], wanted: str) -> int:
 
 def _joined(units: Sequence[Layer], start: int, end: int) -> Layer:
     """Join the units start..end-1 into one layer. Learning rates are chosen by the word `backbone` in addresses, so the
-    name of a layer that holds other parts too must not contain it.
+    name of a layer that has other parts, too, must not contain that word.
     """
     if end - start == 1:
         return units[start]
@@ -257,7 +257,7 @@ def _joined(units: Sequence[Layer], start: int, end: int) -> Layer:
 
 
 # -- Weights files: Facebook's DETR state dict <-> addresses of our chain, and torchvision's ResNet files. Only tensors
-# are unpickled, and nothing is ever downloaded.
+# are unpickled, and weights are never downloaded.
 
 
 _BODY = "backbone.0.body."
@@ -307,9 +307,9 @@ class FittingWeights:
 
     Attributes:
         found: {address: tensor}.
-        skipped: one line per entry that is of another shape (heads for other classes), without a place in this chain,
-            or missing from the file. A bare ResNet's classifier and the parts that it cannot have do not count.
-        wanted: tensors of the chain that a file of this kind can have.
+        skipped: one line per entry that has another shape (heads for other classes), has no place in this chain, or is
+            missing from the file. A bare ResNet's classifier, and parts that no ResNet has, are not listed.
+        wanted: number of the chain's tensors that a file of this kind can have.
     """
 
     found: dict[str, Tensor]
@@ -317,7 +317,7 @@ class FittingWeights:
     wanted: int
 
     def told(self) -> str:
-        """Return a sentence on the number of tensors that fit, and some that do not."""
+        """Return a sentence with the number of tensors that fit, and examples that do not fit."""
         shown = "; ".join(self.skipped[:_SHOWN_SKIPS]) + ("; ..." if len(self.skipped) > _SHOWN_SKIPS else "")
         return f"it fits {len(self.found)} of {self.wanted} tensors, and {len(self.skipped)} are left out ({shown})"
 
@@ -327,7 +327,7 @@ def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
 
     Args:
         chain: may be on the meta device and is not changed.
-        state: may be a panoptic model's (`detr.` before every name) or a bare ResNet's as torchvision writes it.
+        state: state dict of a DETR, of a panoptic model (`detr.` before every name), or of a torchvision ResNet.
     """
     state, bare = _normalised(state)
     names = reference_names(chain)
@@ -349,7 +349,7 @@ def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
 
 
 def from_reference(chain: Chain, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the fitting and the skipped weights of `fit`."""
+    """Return the weights that `fit` finds, and the entries that it skips."""
     both = fit(chain, state)
     return both.found, both.skipped
 

@@ -1,5 +1,5 @@
 """COCO annotation files: read once, checked in one place, kept as flat arrays. No picture is read. Inside the project
-classes are numbered 0..C-1; the file's category ids come back only through `CocoIndex.category_ids`.
+classes are numbered 0..C-1; only `CocoIndex.category_ids` has the file's category ids.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-# Annotation files round coordinates to two decimals, so a box that touches the border may overhang by a hundredth.
+# Annotation files round coordinates to two decimals, so a box at the border may overhang by a hundredth of a pixel.
 _OVERHANG_PIXELS = 0.02
 
 _MOST_BYTES = 8 << 30
-"""Limit of an annotation file; the largest in use have 3 GB."""
+"""Largest size of an annotation file, in bytes; the largest files in use have 3 GB."""
 _MOST_SIDE = 1 << 28
-"""Most pixels of a side of an image: as many as the largest picture that Pillow reads has in total."""
+"""Most pixels of an image's side, about as many as Pillow reads in a whole picture."""
 
 # In a smaller image, boxes of one pixel are as common as boxes that are written as fractions.
 _FEW_PIXELS = 8
@@ -48,10 +48,10 @@ class CocoIndex:
 
     Attributes:
         path: the JSON file.
-        image_ids, file_names: of the I images, in the file's order, including images without boxes.
+        image_ids, file_names: ids and names of the I images, in the file's order, including images without boxes.
         widths, heights: [I] pixels, as the file says.
-        category_ids, names: of the C classes, ascending by id; a class inside the project is a position in them.
-        box_image: [A] position of each box's image, ascending; crowd regions are included in A.
+        category_ids, names: ids and names of the C classes, ascending by id; a class number is a position in them.
+        box_image: [A] position of each box's image, ascending; the A boxes include crowd regions.
         box_label: [A] class 0..C-1.
         boxes: [A, 4] corners x1 y1 x2 y2 in pixels, inside the image, never empty.
         areas: [A] the file's `area` (of the segmentation in COCO itself), else width * height.
@@ -90,7 +90,7 @@ class CocoIndex:
         """Return the data set in the form of pycocotools: original ids, crowd regions, every required field.
 
         Annotations are numbered from 1 whatever the file says: COCOeval stores the id of the matched annotation and
-        reads 0 as "no match", so a file numbered from 0 would lose a true positive. Boxes are those after the checks.
+        reads 0 as "no match", so a file numbered from 0 would lose a true positive. Boxes are the checked boxes.
         """
         sizes = self.boxes[:, 2:] - self.boxes[:, :2]
         rows = zip(
@@ -148,13 +148,13 @@ def read_coco(path: Path | str, strict: bool = False) -> CocoIndex:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, modified_ns: int, num_bytes: int, strict: bool) -> CocoIndex:
-    # Python's cycle collector scans millions of fresh lists that form no cycle, again and again: without it, a file of
-    # COCO's size is read in a third of the time.
+    # Python's cycle collector scans millions of fresh lists again and again, though they form no cycle. Without it, a
+    # file of COCO's size is read in a third of the time.
     was_on = gc.isenabled()
     gc.disable()
     try:
         try:
-            # not `files.parse_json`, which takes half as long again: every value that is used is checked below
+            # not `files.parse_json`, which takes 1.5 times as long: every value that is used is checked below
             document = json.loads(files.read_bytes(path, _MOST_BYTES))
         except CapslogError as error:
             raise CapslogError(f"annotation file {error}") from None
@@ -167,7 +167,7 @@ def _read(path: Path, modified_ns: int, num_bytes: int, strict: bool) -> CocoInd
 
 
 class _Checker:
-    """Checks every rule about a COCO file, in reading order."""
+    """Checks of a COCO file, in the order of its entries."""
 
     def __init__(self, path: Path, document: Any, strict: bool) -> None:
         self.path, self.strict = path, strict
@@ -246,7 +246,7 @@ class _Checker:
         numbers = [area if isinstance(area, (int, float)) else np.nan for area in given_areas]
         areas = self.as_floats(numbers, lambda i: f"{where(i)} has an area")
 
-        # A box of no size stays one after clamping; a box wholly outside the image becomes one.
+        # A box without size has none after clamping; a box wholly outside the image loses its size.
         with np.errstate(over="ignore"):  # a corner beyond the largest float is beyond the border, too
             corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
         limits = np.stack([widths, heights, widths, heights], axis=1)[box_image].astype(np.float64)
@@ -351,7 +351,7 @@ class _Checker:
 
 
 def _is_text(value: Any) -> bool:
-    """True for text that a file name may hold: without NUL and halves of surrogate pairs."""
+    """Return True for text that a file name may hold: without NUL and halves of surrogate pairs."""
     try:
         return isinstance(value, str) and b"\0" not in value.encode()
     except UnicodeEncodeError:

@@ -1,5 +1,5 @@
-"""`Workload` that the detectors of this package share: a COCO folder, its classes, sizes, evaluation and drawing. It
-knows no model: `task` (DETR) and `rt_detr.task` turn a model's outputs into boxes.
+"""Base of the detectors' workloads: a COCO folder, its classes, sizes, evaluation and drawing. It knows no model;
+`task` (DETR) and `rt_detr.task` convert a model's outputs to boxes.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from varuna_capslog.reports.run import for_page
 __all__ = ["PROFILE_BOXES", "CocoWorkload", "check_split", "draw_detections", "example_target", "save_picture"]
 
 # -- Checks of a COCO folder before the first worker starts, for problems that would stop the run or spoil its training.
-# Only the headers of pictures are read, and of many pictures only those of a sample.
+# Only headers of pictures are read, and at most those of a sample.
 
 
 _SAMPLE = 1000
-"""Pictures whose headers are read."""
+"""Most pictures whose headers are read."""
 _SEED = 0
 """Seed of the sample: every check of a file reads the same pictures."""
 _DECODED = 8
 """Most pictures of more than 8 bits that are decoded, since their headers do not say how many bits count."""
 _UNSEEN = (2, 3, 4)
-"""Orientations that leave width and height as they are; 5 to 8 swap them."""
+"""EXIF orientations that leave width and height as they are; 5 to 8 swap them."""
 
 
 def check_split(config: DataConfig, split: Split) -> Iterator[RunFinding]:
     """Check a split; no pictures are decoded except a few of more than 8 bits.
 
-    Findings stop the run where there is nothing to learn, where pictures are missing, too large, damaged or of another
-    size, where a picture has several lists of boxes, and where `read_coco` refuses the file.
+    Findings stop the run if there is no box to learn from, if pictures are missing, too large, damaged or of another
+    size, if a picture has several lists of boxes, or if `read_coco` refuses the file.
     """
 
     def checks() -> Iterator[RunFinding]:
@@ -86,7 +86,7 @@ def _without_boxes(index: CocoIndex, split: Split) -> Iterator[RunFinding]:
 
 
 def _doubled(index: CocoIndex) -> Iterator[RunFinding]:
-    """Yield a note about file names that several images have; refuse them where their boxes differ."""
+    """Yield a note about files that belong to several images; refuse such images if their boxes differ."""
     images = defaultdict(list)
     for image, name in enumerate(index.file_names):
         images[name].append(image)
@@ -112,7 +112,7 @@ def _boxes(index: CocoIndex, image: int) -> tuple[tuple[float, ...], ...]:
 
 
 def _missing(index: CocoIndex, folder: Path) -> list[int]:
-    # listing folders is much faster than a look-up per file; a name of another spelling may still exist
+    # listing folders is much faster than a look-up per file; a file with another spelling may still exist
     listed: dict[str, set[str]] = {}
     missing = []
     for image, name in enumerate(index.file_names):
@@ -149,7 +149,7 @@ def _of_large(index: CocoIndex, max_pixels: int) -> Sequence[RunFinding]:
 
 
 def _of_headers(index: CocoIndex, folder: Path, config: DataConfig, missing: Sequence[int]) -> Iterator[RunFinding]:
-    """Refuse unreadable pictures and sizes unlike the annotation file; note orientations that no size shows."""
+    """Refuse unreadable pictures and sizes unlike the annotation file's; note orientations that sizes do not show."""
     wanted = random.Random(_SEED).sample(range(len(index)), min(_SAMPLE, len(index)))
     sample = sorted({*wanted} - {*missing})
     deep, turned, wrong = [], [], []
@@ -190,7 +190,7 @@ _DRAWN_SCORE = 0.5
 
 
 class CocoWorkload(Workload):
-    """Workload of a detector. num_classes: of the `model` section; None: of the data file. Raises ConfigError."""
+    """Workload of a detector. num_classes: from the `model` section; None: from the data file. Raises ConfigError."""
 
     def __init__(self, config: Config, num_classes: int | None) -> None:
         self.config = config
@@ -199,11 +199,11 @@ class CocoWorkload(Workload):
 
     @cached_property
     def num_classes(self) -> int:
-        """Classes without no-object."""
+        """Number of classes, without no-object."""
         return self._given_classes or len(class_names(self.data)[0])
 
     def check(self) -> Iterator[RunFinding]:
-        """Check the files of both splits for problems that would stop a run or spoil its training; see `checks`."""
+        """Check the files of both splits for problems that stop a run or spoil its training; see `check_split`."""
         if self.data.uses_digits:
             return
         from detr_pipeline.coco_task import check_split
@@ -214,7 +214,7 @@ class CocoWorkload(Workload):
         self.val_data()  # compares the categories of both files
 
     def data_facts(self) -> Mapping[str, Any]:
-        """Return number and names of the pictures, and every category."""
+        """Return the facts of `data.data_facts`."""
         return self._facts
 
     @cached_property
@@ -232,7 +232,7 @@ class CocoWorkload(Workload):
         """Return the model's detections on an image, in the form of `detr_pipeline.evaluation.Seen`."""
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        """Return specs of images of `profile.image_size`, else of the largest padded size that training can meet."""
+        """Return specs of images of `profile.image_size`, else of the largest padded size that training can have."""
         size = self.config.profile.image_size or largest_padded_size(
             self.data, microbatch_size, self.config.train.minibatch_size
         )
@@ -247,7 +247,7 @@ class CocoWorkload(Workload):
         return [self.input_specs(microbatch_size, size) for size in sizes]
 
     def evaluator(self) -> Evaluator | None:
-        """Return the evaluator of COCO's twelve numbers and every class's AP; it writes the run's `detections.json`."""
+        """Return the evaluator of COCO's twelve numbers and every class's AP. It writes the run's `detections.json`."""
         if not self.data.has_split("val"):
             return None
         from detr_pipeline.evaluation import CocoEvaluator
@@ -289,7 +289,7 @@ class CocoWorkload(Workload):
         return written
 
     def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the chain's inputs for a picture, from those of `prepare_image`."""
+        """Return the chain's inputs for a picture, from the inputs of `prepare_image`."""
         return inputs
 
 
@@ -301,7 +301,7 @@ def example_target(count: int, num_classes: int) -> HostTargets:
 
 # -- Pictures for people: boxes with names and scores.
 #
-# `task` calls it for `capslog predict` and the report. It only draws; the threshold affects the picture, never the
+# `CocoWorkload.predict` draws them for `capslog predict` and the report. The threshold affects the picture, never the
 # scores.
 
 
@@ -328,13 +328,13 @@ def draw_detections(
     names: Sequence[str],
     threshold: float = 0.5,
 ) -> Image.Image:
-    """Return a copy of the RGB picture with every box whose score reaches the threshold, the best on top. Small
+    """Return a copy of the RGB picture with every box whose score reaches the threshold, high scores on top. Small
     pictures are enlarged first, so that names can be read.
 
     Args:
         scores, classes: [Q].
         boxes: [Q, 4] corners in pixels of `image`.
-        names: of the classes.
+        names: names of the classes.
     """
     chosen = (scores >= threshold).nonzero().flatten()
     chosen = chosen[scores[chosen].argsort()]
@@ -345,7 +345,7 @@ def draw_detections(
     line = max(2, round(min(canvas.size) / 240))
     for box, colour in zip(corners.to(torch.int64).tolist(), colours, strict=True):
         pen.rectangle(box, outline=colour, width=line)
-    # Names on a filled strip at each box's top edge: torchvision's own are unreadable on busy pictures.
+    # Names are on a filled strip at each box's top edge: torchvision's labels are unreadable on busy pictures.
     font = ImageFont.load_default(max(11, round(min(canvas.size) / 34)))
     labels = [f"{names[c]} {s:.2f}" for c, s in zip(classes[chosen].tolist(), scores[chosen].tolist(), strict=True)]
     for (x_min, y_min, _, _), label, colour in zip(corners.tolist(), labels, colours, strict=True):
@@ -365,8 +365,8 @@ _LEAST_SHOWN = 0.05
 def detections_record(
     image: Image.Image, scores: Tensor, classes: Tensor, boxes: Tensor, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a picture with its detections: width and height in pixels, boxes of four corners in these pixels with
-    their scores and names, the surest first, and the picture as JPEG in base64.
+    """Return a picture with its detections: width and height in pixels, boxes (x1, y1, x2, y2 in these pixels) with
+    scores and names, the highest score first, and the picture as JPEG in base64.
     """
     shown, jpeg = for_page(image)
     order = [place for place in scores.argsort(descending=True).tolist() if scores[place] >= _LEAST_SHOWN]
@@ -384,7 +384,7 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
     """Save in the format of the suffix (PNG, JPEG, ...), make the folder, and return the path. Raises CapslogError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink():  # in a stranger's run folder it may lead to any file of the user's
+        if path.is_symlink():  # in a stranger's run folder a link may lead to any file of the user's
             path.unlink()
         picture.save(path)
     except (OSError, ValueError) as error:
@@ -403,7 +403,7 @@ def _enlarged(image: Image.Image) -> tuple[Image.Image, float]:
 
 
 def _drawable(boxes: Tensor, image: Image.Image) -> Tensor:
-    """Return corners in order and inside the picture, so that a wild prediction does not stop the drawing."""
+    """Return finite corners, in order and inside the picture, so that no prediction stops the drawing."""
     corners = boxes.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
     corners[:, 0::2] = corners[:, 0::2].sort(dim=1).values.clamp(0, image.width - 1)
     corners[:, 1::2] = corners[:, 1::2].sort(dim=1).values.clamp(0, image.height - 1)

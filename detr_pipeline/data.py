@@ -1,7 +1,7 @@
 """Data section of the config, and a COCO folder as a `DataSource`: minibatches described first, decoded later.
 
 Every rank describes every minibatch from the annotation file alone; only ranks that hold the first stage open pictures.
-The state of a sample must never depend on another.
+A sample must never depend on another sample.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Split = Literal["train", "val"]
 _MOST_CLASSES = 100_000
 _NO_BOXES = np.zeros((0, 4))
 
-# The digits are small, mirror images of some are no digits, and training from scratch on two cores must stay cheap.
+# The digits are small, the mirror image of a digit may be no digit, and training on two cores must stay cheap.
 _DIGITS_AUGMENT: dict[str, Any] = {
     "flip": 0.0,
     "scales": (64, 72, 80),
@@ -128,16 +128,16 @@ class DataConfig(Section):
 
     @property
     def uses_digits(self) -> bool:
-        """True when the embedded data set is meant."""
+        """True if the config uses the embedded data set."""
         return self.train_json is None
 
     def has_split(self, split: Split) -> bool:
-        """False only for validation data that no key names."""
+        """Return False only for validation data that no key names."""
         return self.uses_digits or split == "train" or self.val_json is not None
 
     def files(self, split: Split) -> tuple[Path, Path]:
         """Return annotation file and picture folder of a split, both existing; the digits are written if missing.
-        Raises CapslogError for no such split, nothing to start a relative path from, or a path that does not exist.
+        Raises CapslogError for an unset split, a relative path without a root, or a path that does not exist.
         """
         if self.uses_digits:
             folder = digits_dataset(self.root, self.digits)
@@ -175,8 +175,8 @@ def open_index(config: DataConfig, split: Split) -> CocoIndex:
 
 
 def class_names(config: DataConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return category id and name of every class of the model, in the order of its outputs. With `labels: original` an
-    id that the file does not use is there too, named `unused <id>`. The digits need no file.
+    """Return category id and name of every class of the model, in the order of its outputs. With `labels: original`
+    these include ids that the file does not use, named `unused <id>`. The digits need no file.
     """
     if config.uses_digits:
         ids, names = tuple(range(1, len(DIGIT_NAMES) + 1)), DIGIT_NAMES
@@ -206,8 +206,8 @@ def image_sizes(config: DataConfig, split: Split) -> tuple[NDArray[np.int64], ND
 
 
 def largest_padded_size(config: DataConfig, microbatch_size: int = 1, minibatch_size: int = 1) -> tuple[int, int]:
-    """Return the largest (H, W) of a microbatch in training; opens files like `image_sizes`. For an image padded alone
-    this is the size of largest area; of several padded together, the tallest may meet the widest.
+    """Return the largest (H, W) of a microbatch in training; opens files like `image_sizes`. See `largest_size`; its
+    `alone` is True where no two images are padded together.
     """
     heights, widths = image_sizes(config, "train")
     together = minibatch_size if config.pad == "minibatch" else microbatch_size
@@ -219,8 +219,8 @@ def sampled_padded_sizes(
 ) -> list[tuple[int, int]]:
     """Return the padded (H, W) of a microbatch of each of `count` random minibatches; opens no picture.
 
-    A minibatch holds different images (fewer than `minibatch_size` where there are fewer), and image i of minibatch k
-    is augmented as training with this seed does in epoch k.
+    A minibatch holds different images (all images where there are fewer than `minibatch_size`), and minibatch k is
+    augmented as training with this seed does in epoch k.
     """
     heights, widths = image_sizes(config, "train")
     together = minibatch_size if config.pad == "minibatch" else microbatch_size
@@ -228,7 +228,7 @@ def sampled_padded_sizes(
     sizes = []
     for number in range(count):
         samples = rng.choice(len(heights), min(together, len(heights)), replace=False).tolist()
-        # boxes draw no random numbers, so that leaving them out changes no size
+        # boxes draw no random numbers, so sizes are the same without boxes
         sizes.append(
             _largest(
                 plan(_generator("train", seed, number, i), int(widths[i]), int(heights[i]), _NO_BOXES, config.augment)
@@ -263,7 +263,7 @@ def data_facts(config: DataConfig) -> dict[str, Any]:
 
 
 def _refuse_renamed(train: CocoIndex, val: CocoIndex) -> None:
-    """Raise CapslogError where an id has another name in the validation file; unnamed categories bear their id."""
+    """Raise CapslogError where an id has another name in the validation file; unnamed categories have their id."""
     trained = dict(zip(train.category_ids, train.names, strict=True))
     for id_, name in zip(val.category_ids, val.names, strict=True):
         train_name = trained.get(id_, name)
@@ -284,14 +284,14 @@ class CocoSource:
     microbatch, one pair of sample and `ImageRecipe` per image.
 
     Args:
-        seed: of the augmentation, at least 0.
+        seed: seed of the augmentation, at least 0.
         num_queries: predictions per image; a matching uses at most that many boxes.
 
     `index` is the annotation file; `category_ids` and `names` are in the order of the model's outputs.
 
     Raises:
-        CapslogError: as `DataConfig.files` and `read_coco`, or for a category that the training file lacks or calls by
-            another name.
+        CapslogError: as `DataConfig.files` and `read_coco`, or for a category that is missing in the training file, or
+            has another name there.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int, num_queries: int) -> None:
@@ -319,7 +319,7 @@ class CocoSource:
 
         Args:
             groups: sample positions per microbatch.
-            epoch: with the seed and the sample it fixes the augmentation, on every rank and in every order.
+            epoch: seed, epoch and sample determine the augmentation, on every rank and in every order.
         """
         recipes = [[(sample, self._plan(sample, epoch)) for sample in group] for group in groups]
         sizes = [_largest(recipe for _, recipe in group) for group in recipes]
@@ -339,7 +339,7 @@ class CocoSource:
         )
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """Decode one microbatch. Raises CapslogError for a missing, damaged or wrongly sized picture."""
+        """Return one microbatch, decoded. Raises CapslogError for a missing, damaged or wrongly sized picture."""
         recipes: list[tuple[int, ImageRecipe]] = minibatch.recipes[microbatch]
         images = torch.zeros(minibatch.inputs[microbatch]["images"].shape)
         for slot, (sample, recipe) in zip(images, recipes, strict=True):
@@ -370,7 +370,7 @@ class CocoSource:
 
 
 def refuse_other_size(index: CocoIndex, image: int, path: Path, size: tuple[int, int]) -> None:
-    """Raise CapslogError if a picture, upright, is not (width, height) as the annotation file says."""
+    """Raise CapslogError if `size`, the upright picture's (width, height), is not that of the annotation file."""
     expected = (int(index.widths[image]), int(index.heights[image]))
     if size != expected:
         raise CapslogError(
@@ -381,7 +381,7 @@ def refuse_other_size(index: CocoIndex, image: int, path: Path, size: tuple[int,
 
 
 def prepare_image(path: Path, config: DataConfig) -> tuple[dict[str, Tensor], Image.Image]:
-    """Return a picture from outside the data set as chain inputs of one image (validation resize), and the picture."""
+    """Return the chain inputs of any picture file, after the validation resize, and the picture."""
     image = read_image(path, "", config.picture_bits, config.max_pixels)
     recipe = plan(None, image.width, image.height, _NO_BOXES, config.augment)
     return {"images": apply(recipe, image)[None], "sizes": torch.tensor([recipe.size])}, image

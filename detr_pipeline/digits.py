@@ -1,5 +1,5 @@
 """Embedded data set: real handwritten digits, scattered over small canvases and written in COCO format on first use, so
-that every command works without a download. The 1,797 digits are the test part of the UCI "Optical Recognition of
+that every command runs without a download. The 1,797 digits are the test part of the UCI "Optical Recognition of
 Handwritten Digits" data that scikit-learn bundles; train and val share no digit.
 """
 
@@ -69,7 +69,7 @@ class DigitsConfig(Section):
 
 def default_digits_root() -> Path:
     """Return the user's cache folder: `$XDG_CACHE_HOME/varuna-capslog`, else `~/.cache/varuna-capslog`; without a home,
-    a temporary folder of this user alone. Raises CapslogError where that is another user's.
+    a temporary folder of this user alone. Raises CapslogError where that folder is not this user's alone.
     """
     home = cache_home()
     if home is not None:
@@ -90,9 +90,9 @@ def digits_dataset(root: Path | str | None = None, config: DigitsConfig | None =
     """Return the folder of the data set, which is written first if it does not exist.
 
     It holds `train/*.png`, `val/*.png`, `annotations/instances_train.json` and `annotations/instances_val.json`. Equal
-    parameters give equal pictures. The folder appears only when complete; of several processes one writes it.
+    parameters give equal pictures. The folder appears only when complete; only one of several processes writes it.
 
-    root: parent folder; None: `default_digits_root()`. Raises CapslogError without scikit-learn, or if it cannot write.
+    root: parent folder; None: `default_digits_root()`. Raises CapslogError without scikit-learn, or if writing fails.
     """
     config = config or DigitsConfig()
     root = expanded(root) if root is not None else default_digits_root()
@@ -116,7 +116,7 @@ def digits_dataset(root: Path | str | None = None, config: DigitsConfig | None =
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        # Some network file systems have no locks; the rename at the end keeps the result whole all the same.
+        # Some network file systems have no locks; the rename at the end keeps the data set complete even then.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -147,7 +147,7 @@ def _write(folder: Path, config: DigitsConfig) -> None:
     pictures = (bundle.images / 16.0).astype(np.float32)
     labels: NDArray[np.int64] = bundle.target
     order = np.random.default_rng([config.seed, 0]).permutation(len(pictures))
-    # A fifth of the handwriting is seen by val alone.
+    # A fifth of the digits is for val alone.
     border = len(order) * 4 // 5
     (folder / "annotations").mkdir()
     first_image = first_annotation = 1
@@ -187,7 +187,7 @@ def _write(folder: Path, config: DigitsConfig) -> None:
 
 
 def picture_sizes(config: DigitsConfig, train: bool) -> NDArray[np.int64]:
-    """Return [I, 2] height and width of every picture of a split, in pixels and in its order; nothing is drawn."""
+    """Return [I, 2] height and width, in pixels, of every picture of a split, in order; no picture is drawn."""
     first, count = (1, config.train_images) if train else (1 + config.train_images, config.val_images)
     sizes = [_canvas(_generator(config, image_id), config) for image_id in range(first, first + count)]
     return np.array(sizes, dtype=np.int64)
@@ -210,7 +210,7 @@ def _picture(
     part: NDArray[np.int64],
     config: DigitsConfig,
 ) -> tuple[NDArray[np.uint8], list[tuple[int, tuple[int, int, int, int]]]]:
-    """Draw a grey canvas [h, w]; return it and its digits as (digit, (x, y, width, height) of the ink)."""
+    """Return a picture, a grey canvas [h, w], and its digits as (digit, (x, y, width, height) of the ink)."""
     height, width = _canvas(rng, config)
     canvas = np.full((height, width), rng.uniform(0.0, 0.3), dtype=np.float32)
     placed: list[tuple[int, tuple[int, int, int, int]]] = []

@@ -1,6 +1,6 @@
-"""Scores of a detector: its outputs to COCO detections, and pycocotools' twelve numbers without its printed output. No
-detection is filtered: no threshold and no suppression of near duplicates, as DETR is scored in its paper. Only the
-confusion matrix, for people, has a threshold.
+"""Scores of a detector: converts outputs to COCO detections, and computes pycocotools' twelve numbers without prints.
+No detection is filtered: no threshold and no suppression of near duplicates, as in DETR's paper. Only the confusion
+matrix, for people, has a threshold.
 """
 
 from __future__ import annotations
@@ -91,24 +91,24 @@ def refuse_too_few(outputs: int, num_classes: int) -> None:
 def best_classes(
     logits: Tensor, boxes: Tensor, sizes: Tensor, num_classes: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every query's best class without no-object: scores (probabilities) [..., Q], classes [..., Q], corners x1
-    y1 x2 y2 in pixels [..., Q, 4]; float32 on the CPU.
+    """Return every query's best class other than no-object: scores (probabilities) [..., Q], classes [..., Q], corners
+    x1 y1 x2 y2 in pixels [..., Q, 4]; float32 on the CPU.
 
     Args:
         logits: [..., Q, C+1], no-object last.
         boxes: [..., Q, 4] centre x, centre y, width, height as fractions of the image.
         sizes: [..., 2] (h, w) of the image.
-        num_classes: classes that the data has; a model with more outputs never names the others. None: all C.
+        num_classes: number of the data's classes; outputs of further classes are ignored. None: all C.
     """
     scores, classes = logits.detach().float().cpu().softmax(-1)[..., :-1][..., :num_classes].max(-1)
     return scores, classes, corners_of(boxes, sizes)
 
 
 class CocoEvaluator:
-    """Evaluates detections on a data set, that of the annotation file `index`.
+    """Evaluator of detections on the data set of an annotation file, `index`.
 
     Args:
-        category_ids: of every class, in the order of the model's outputs.
+        category_ids: category id of every class, in the order of the model's outputs.
         detections_path: file for all detections in COCO's result format; `detection-curves.json` is written beside it.
             None: neither is written.
         seen: converts the model's outputs to detections.
@@ -142,8 +142,8 @@ class CocoEvaluator:
         return results
 
     def summarize(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the twelve COCO numbers and the AP of every class; None where there is nothing to find. An image that
-        comes twice counts once; an image that never came counts as missed, with a warning.
+        """Return the twelve COCO numbers and the AP of every class; None without an object of the kind. An image with
+        two results counts once; an image without a result counts as missed, with a warning.
         """
         seen = {result["image_id"]: result for result in results}
         missing = len(self.index) - len(seen)
@@ -215,11 +215,11 @@ _CONFUSED_SCORE, _CONFUSED_OVERLAP = 0.5, 0.5
 def detection_curves(
     index: CocoIndex, scorer: COCOeval, detections_found: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what the report shows of a detector beside its scores.
+    """Return the curves and the confusion matrix that the report shows of a detector.
 
     recall [101] and precision {class: [101], or None without an object} at IoU 0.5, as pycocotools interpolates them;
-    confusion {classes, score, overlap, counts}: counts [C+1][C+1], the true class down and the detected one across; the
-    last row counts detections of nothing, the last column missed objects; None for more than 100 classes.
+    confusion {classes, score, overlap, counts}: counts [C+1][C+1], true classes down, detected classes across; the last
+    row counts detections of nothing, the last column missed objects; None for more than 100 classes.
     """
     at_half = scorer.eval["precision"][0, :, :, 0, -1]
     names = _unique_names(index)
@@ -237,8 +237,8 @@ def detection_curves(
 
 
 def _confused(index: CocoIndex, truth: COCO, detections_found: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Count pairs of (true class, detected class). Of each image's detections the surest one chooses first: the free
-    object of the largest overlap, whatever its class. Crowds are no objects here.
+    """Count pairs of (true class, detected class). In each image, in the order of falling scores, a detection takes the
+    free object of the largest overlap, whatever its class. Crowds are no objects here.
     """
     place = {category: number for number, category in enumerate(index.category_ids)}
     nothing = len(place)
@@ -263,7 +263,7 @@ def _confused(index: CocoIndex, truth: COCO, detections_found: Sequence[Mapping[
 
 
 def _overlaps(boxes: list[list[float]], others: list[list[float]]) -> list[list[float]]:
-    """Return the IoU of every box (x, y, width, height) with every other one."""
+    """Return the IoU of every box (x, y, width, height) with every box of `others`."""
     corners = [box_convert(tensor(some).view(-1, 4), "xywh", "xyxy") for some in (boxes, others)]
     overlaps: list[list[float]] = box_iou(*corners).tolist()
     return overlaps
@@ -279,8 +279,8 @@ def _check(index: CocoIndex, detections_found: Sequence[Mapping[str, Any]]) -> N
                 f"a detection of image id {detection['image_id']} is not finite: bbox={detection['bbox']}, "
                 f"score={detection['score']}; the model has diverged"
             )
-    # A class that the file does not have cannot be right or wrong: with gapped labels a model may name one. pycocotools
-    # leaves such detections out, and so do we, but with a log line.
+    # With gapped labels a model may detect a class that the file does not have, which is neither right nor wrong.
+    # pycocotools leaves such detections out, and so do we, but with a log line.
     foreign = sum(detection["category_id"] not in categories for detection in detections_found)
     if foreign:
         logger.info("%d detections are of categories that %s does not have; they do not count", foreign, index.path)

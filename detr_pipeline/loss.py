@@ -1,7 +1,7 @@
-"""DETR's set loss of a microbatch, as its share of the whole minibatch's loss, and the costs of its matching.
+"""DETR's set loss of a microbatch, as the microbatch's share of the minibatch's loss, and the costs of the matching.
 
 Every sum is divided by a normaliser of the minibatch that is known before the forward, so the shares of any split into
-microbatches add up to the same loss. It computes in float32 or better, outside autocast.
+microbatches add up to the same loss. The loss is computed in float32 or better, outside autocast.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["Match", "assign", "check_labels", "generalised_iou", "ious", "match"
 # -- Matching of queries to boxes: the assignment of least cost per image and decoder layer, and the overlap of
 #    boxes.
 #
-# The set losses of DETR and RT-DETR call this on the rank of the last layer. Costs are copied to the host at once for
-# all decoder layers, where scipy assigns; the callers define the costs.
+# The set losses of DETR and RT-DETR call `assign` on the rank of the last layer, with their own costs. The costs of all
+# decoder layers are copied to the host at once, where scipy assigns.
 
 
 Match = tuple[tuple[int, ...], tuple[int, ...]]
-"""Queries, ascending, and the box that each of them got."""
+"""Numbers of the matched queries, ascending, and of the box that each query got."""
 
 
 def check_labels(targets: Sequence[Mapping[str, Any]], num_classes: int) -> None:
-    """Raise CapslogError for a label that the model has no output for."""
+    """Raise CapslogError for a label for which the model has no output."""
     for target in targets:
         largest = max(target["labels"].tolist(), default=-1)
         if largest >= num_classes:
@@ -76,13 +76,13 @@ def assign(
     cost: Callable[[int, Tensor, Tensor], Tensor],
 ) -> list[list[Match]]:
     """Return the matches of every decoder layer (outer list) and image (inner list). An image with n boxes gives
-    min(n, Q) pairs; with none, two empty tuples. Equal costs give equal matches.
+    min(n, Q) pairs; an image without boxes, two empty tuples. Equal costs give equal matches.
 
     Args:
         logits, boxes: [K, B, Q, ...], the predictions; they must be finite.
         targets: per image `labels` [n] and `boxes` [n, 4], on the CPU.
-        cost: gives [K, Q, n] from an image's number, its labels [n] and its boxes [n, 4] on the device. Called without
-            gradients, and not at all where a profiler computes with shapes only.
+        cost: returns [K, Q, n] from an image's number, its labels [n] and its boxes [n, 4] on the device. Called
+            without gradients, and not at all on fake tensors.
 
     Raises:
         StepRefused: a prediction is not finite; the message names output, decoder layer and image.
@@ -90,7 +90,7 @@ def assign(
     counts = [len(target["labels"]) for target in targets]
     num_layers, _, num_queries, _ = logits.shape
     if isinstance(logits, FakeTensor):
-        # A profiler that computes with shapes only: every matching costs the same.
+        # fake tensors have no costs, and a profile is the same for every matching
         some = [tuple(range(min(count, num_queries))) for count in counts]
         return [[(pairs, pairs) for pairs in some] for _ in range(num_layers)]
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -147,23 +147,23 @@ def set_loss(
 ) -> dict[str, Tensor]:
     """Return scalar parts of the loss; `loss` is their weighted sum over all decoder layers.
 
-    With N usable boxes in the minibatch: classification is summed cross entropy over N + w * (queries - N), w the
-    weight of no-object (what `F.cross_entropy(weight=...)` means by a mean); L1 and 1 - GIoU of matched boxes over
+    With N usable boxes in the minibatch, the sum of cross entropies is divided by N + w * (queries - N), where w is the
+    weight of no-object (the mean of `F.cross_entropy(weight=...)`), and the sums of L1 and 1 - GIoU of matched boxes by
     max(N, 1).
 
     Args:
         outputs: `logits` [K, B, Q, C + 1] (no-object last) and `boxes` [K, B, Q, 4].
         targets: per image `labels` [n] and `boxes` [n, 4] (cx, cy, w, h in 0..1), on the CPU.
-        normalisers: of the whole minibatch: `boxes`, the sum over images of min(boxes, Q); `queries`, images * Q.
-        matches: from `match`; None computes them.
+        normalisers: those of the whole minibatch: `boxes`, the sum over images of min(boxes, Q); `queries`, images * Q.
+        matches: result of `match`; None: call it.
 
     Returns:
-        `loss`; `loss_class`, `loss_boxes`, `loss_giou` of the last decoder layer, weighted; the same with `_0`, `_1`,
-        ... of the earlier layers; and, not part of the loss, `class_error` (percent of matched queries with a wrong
+        `loss`; the weighted `loss_class`, `loss_boxes`, `loss_giou` of the last decoder layer, and with `_0`, `_1`, ...
+        those of earlier layers; and, not part of the loss, `class_error` (percent of matched queries with a wrong
         class) and `cardinality_error` (mean difference between the numbers of predicted and true objects per image).
 
     Raises:
-        CapslogError: a label that the model has no output for.
+        CapslogError: a label for which the model has no output.
         StepRefused: a prediction is not finite.
     """
     logits, boxes = outputs["logits"], outputs["boxes"]
@@ -218,7 +218,7 @@ def _assignments(
     logits: Tensor, targets: Sequence[Mapping[str, Any]], matches: Sequence[Sequence[Match]]
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """Return every query's class [K, B, Q] and every match's place [3][K * m] (layer, image, query) and box [K * m, 4].
-    They are built on the host and sent to the device once.
+    The tensors are made on the host and copied to the device once.
     """
     where, labels, wanted = positions(targets, matches)
     classes = torch.full(logits.shape[:-1], logits.shape[-1] - 1, dtype=torch.int64)
@@ -244,7 +244,7 @@ def match(
 
     def cost(image: int, labels: Tensor, wanted: Tensor) -> Tensor:
         probabilities, predicted = prepared()
-        # the class cost leaves out the constant 1 - ..., which changes no matching
+        # the class cost is 1 - the probability; the constant 1 changes no matching
         distance = (predicted[:, image, :, None] - wanted).abs().sum(-1)
         overlap = generalised_iou(
             box_convert(predicted[:, image, :, None], "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy")

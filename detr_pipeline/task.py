@@ -1,5 +1,5 @@
-"""DETR as a `Workload`: ties model, data, loss, evaluation and drawing to one config. Building it reads the config
-only; the data is opened when it is asked for.
+"""DETR as a `Workload`: model, data, loss, evaluation and drawing of one config. The constructor reads only the config;
+the data is opened at its first use.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class DetrWorkload(CocoWorkload):
         self.name = "detr"
 
     def build_chain(self) -> Chain:
-        """Build the chain with fresh weights, then load those of `model.weights` where that is set. Raises CapslogError
-        where that file cannot be used, or fits less than half of this model.
+        """Return the chain with fresh weights, or with those of `model.weights` where that file has them. Raises
+        CapslogError where the file cannot be read, or fits less than half of this model's tensors.
         """
         chain = build_chain(self.model, self.num_classes)
         if self.model.weights is not None:
@@ -49,7 +49,7 @@ class DetrWorkload(CocoWorkload):
         return chain
 
     def check(self) -> Iterator[RunFinding]:
-        """Check the data, and yield a finding where only a part of `model.weights` is loaded."""
+        """Check the data, and yield a finding where `model.weights` does not fit the model wholly."""
         yield from findings_of(super().check, self._check_weights)
 
     def _check_weights(self) -> Iterator[RunFinding]:
@@ -61,7 +61,7 @@ class DetrWorkload(CocoWorkload):
                 yield RunFinding(f"model.weights={self.model.weights}: {fit.told()}")
 
     def _fitting(self, chain: Chain, path: Path) -> chains.FittingWeights:
-        """Return the tensors of a weights file that fit the chain. Raises CapslogError where less than half do."""
+        """Return the tensors of a weights file that fit the chain. Raises CapslogError where less than half fit."""
         fit = chains.fit(chain, read_state_file(path))
         if 2 * len(fit.found) < fit.wanted:
             raise CapslogError(
@@ -87,7 +87,7 @@ class DetrWorkload(CocoWorkload):
         return seen_by_queries(outputs, image, size, num_classes)
 
     def profile_targets(self, microbatch_size: int) -> tuple[list[HostTargets], dict[str, float]]:
-        """Return a few boxes in every image."""
+        """Return targets with a few boxes in every image."""
         count = min(PROFILE_BOXES, self.model.queries)
         target = example_target(count, self.num_classes)
         normalisers = {
@@ -97,7 +97,7 @@ class DetrWorkload(CocoWorkload):
         return [HostTargets(target, image_id=image) for image in range(microbatch_size)], normalisers
 
     def loss_key(self) -> object:
-        """Return what the set loss depends on besides the outputs: how many boxes of which classes it looks for."""
+        """Return the facts, besides the outputs, on which the set loss depends: number and classes of the boxes."""
         return DetrWorkload, min(PROFILE_BOXES, self.model.queries), self.num_classes
 
     def train_data(self) -> DataSource:
@@ -121,7 +121,7 @@ class DetrWorkload(CocoWorkload):
         return chains.reference_names(chain)
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-        """Return weights of a file in Facebook's DETR layout, by address, and the skipped ones with the reason."""
+        """Return the weights of a file in Facebook's DETR layout, by address, and the skipped entries with reasons."""
         with torch.device("meta"):
             chain = build_chain(self.model, self.num_classes)
         return chains.from_reference(chain, read_state_file(path))

@@ -1,8 +1,8 @@
 """`torchrun ... -m detr_pipeline.train CONFIG [key=value ...]`: one rank of a run over one node or many.
 
-The ranks connect first; rank 0 then profiles, plans and writes the run's folder, and all go on as the workers of
-`capslog train` do. After a kill torchrun restarts all ranks, and the run resumes from its last checkpoint: live
-morphing is off, since torchrun's agent ends the other workers when one is lost.
+The ranks connect first. Rank 0 then profiles, plans and writes the run's folder, and all ranks train as the workers of
+`capslog train` do. After a worker failure torchrun restarts all ranks, and the run resumes from its last checkpoint:
+live morphing is off, since torchrun's agent ends the other workers when a worker is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank; return the exit status (a failure ends the process with its own)."""
+    """Run one rank; return the exit status (a failure ends the process with another status)."""
     from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.config.reading import load_config
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say = lambda line: sys.stdout.write(f"{line}\n") if rank == 0 else None  # noqa: E731
         if load_config(command_line[0], command_line[1:]).elastic.enabled:
             say("elastic.enabled is ignored here; launch/elastic.sh starts a run that goes on live")
-        # rank 0 checks the variants, and the others read those that have passed
+        # rank 0 checks the variants, and the other ranks read the variants that have passed
         more = ["elastic.enabled=false", *(["variants={}"] if rank else [])]
         config = load_run_config(command_line[0], [*command_line[1:], *more], say)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))

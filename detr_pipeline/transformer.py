@@ -1,9 +1,9 @@
 """DETR's transformer: encoder and decoder layers, and the heads that turn hidden states into predictions.
 
-Batch first, normalisation after each sum. Parameters are laid out and named as in `torch.nn.MultiheadAttention` and
+Batch first, normalisation after each sum. Parameters have the shapes and names of `torch.nn.MultiheadAttention` and
 DETR's own code, so that published weights load. Every layer computes padding mask and position encoding anew from two
-integers per image and the map's shape, so that neither ever crosses a cut. No layer changes its inputs, and nothing
-here looks at a tensor's values on the host.
+integers per image and the map's shape, so that neither ever crosses a cut. No layer changes its inputs, or reads a
+tensor's values on the host.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _EPSILON = 1e-6
 
 
 def padding_mask(valid: Tensor, height: int, width: int) -> Tensor:
-    """Return [B, height * width] bool, True where a cell is padding. The upper left cell never is: attention over
-    nothing would be NaN where a profiler sends zeros for `valid`.
+    """Return [B, height * width] bool, True where a cell is padding. The upper left cell is never padding: with zeros
+    for `valid`, as a profiler sends, attention over no cell would be NaN.
     """
     rows, columns = valid.clamp(min=1).unbind(1)
     outside_rows = torch.arange(height, device=valid.device) >= rows[:, None]
@@ -57,7 +57,7 @@ def sine_positions(valid: Tensor, height: int, width: int, channels: int) -> Ten
     """Return [B, height, width, channels] float32: codes of the row in the first half, of the column in the second.
 
     Coordinates count from 1 and are scaled to 2 pi at the image's own last row or column, whatever the padding. Padding
-    cells get the code of their clamped row and column (DETR: of 0); no valid cell reads theirs.
+    cells get the code of their clamped row and column (in DETR, of 0), which no valid cell reads.
     """
     rows, columns = valid.clamp(min=1).unbind(1)
     parts = (
@@ -88,7 +88,7 @@ class Projections(nn.Module):
         self.in_proj_weight, self.in_proj_bias = weight, bias
 
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return [B, H, T, D] and twice [B, H, S, D] from query [B, T, C] and key, value [B, S, C]."""
+        """Return q [B, H, T, D] and k, v [B, H, S, D] from query [B, T, C] and key, value [B, S, C]."""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         return [
             F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -97,38 +97,38 @@ class Projections(nn.Module):
 
 
 class Attention(Projections):
-    """Multi-head attention, eager as in the paper's memory profile, unless `model.attention` or variants say other."""
+    """Multi-head attention, computed as `attention` ("eager" or "sdpa") or a variant says."""
 
     def __init__(self, width: int, heads: int, dropout: float, attention: str) -> None:
         super().__init__(heads, nn.Parameter(torch.empty(3 * width, width)), nn.Parameter(torch.zeros(3 * width)))
         self.out_proj = nn.Linear(width, width)
         self.core: AttentionCore = _CORES[attention](dropout)
-        # DETR draws every matrix of the transformer anew, the three stacked projections as one matrix.
+        # DETR initializes every matrix of the transformer this way, the three stacked projections as one matrix.
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.xavier_uniform_(self.out_proj.weight)
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Attend from query [B, T, C] to key, value [B, S, C]; padding [B, S] bool is True for keys to leave out."""
+        """Attend from query [B, T, C] to key, value [B, S, C]; padding [B, S] bool is True for hidden keys."""
         q, k, v = self.projected(query, key, value)
         return self.out_proj(self.core(q, k, v, padding).transpose(1, 2).flatten(2))
 
 
-# -- The parts of DETR's transformer layers that are split: heads and columns, or positions.
+# -- Splits DETR's transformer layers into parts: by heads and columns ("tensor"), or by positions ("sequence").
 #
-# By positions, part i of an encoder layer attends from the i-th rows of the map to all of it. In a decoder layer,
-# whose queries are few, it attends from all queries to the i-th rows, and a last part merges the parts' results by
-# their log-sum-exp (`variants.attention.merged`).
+# By positions, part i of an encoder layer attends from the i-th rows of the map to the whole map. In a decoder layer,
+# whose queries are few, part i attends from all queries to the i-th rows, and a last part merges the results by their
+# log-sum-exp (`variants.attention.merged`).
 #
-# Each layer below that can be split calls one of these functions; see `varuna_capslog.model.splitting.splitter`.
+# Each layer that can be split calls one of these functions; see `varuna_capslog.model.splitting.splitter`.
 
 
 Attend = Callable[..., Tensor]
-"""Calls a layer's attention: (attention, the part's inputs) to the attention's output."""
+"""Function that calls a layer's attention: from (attention, the part's inputs) to the attention's output."""
 
 
 def split_encoder(layer: EncoderLayer, into: Splitter, attend: Attend) -> None:
-    """Split an encoder layer. By positions: each part computes some rows of the map, and reads all of them. By tensors:
+    """Split an encoder layer. By positions: each part computes some rows of the map, and reads all rows. By tensors:
     the heads, then the columns of the feed-forward.
     """
     if into.kind == "sequence":
@@ -157,8 +157,8 @@ def split_decoder(
     operations on them alone stay whole. By tensors: the heads of both attentions, then the columns of the feed-forward.
 
     Args:
-        attends: to the queries, to the memory.
-        begin: gives the hidden state and the query embedding that the first layer begins with, from the memory.
+        attends: the attention to the queries, and to the memory.
+        begin: returns the first layer's hidden state and query embedding, from the memory.
         heads: predicts from the new hidden state, and appends to the earlier predictions.
     """
     by_heads = into.kind == "tensor"
@@ -197,7 +197,7 @@ def split_decoder(
 
 
 def _attention_to_rows(into: Splitter, attention: Attention, reads: Sequence[str]) -> list[str]:
-    """Add the parts that attend to some rows of the memory each; return the names that they write, outputs first."""
+    """Add parts, each of which attends to some rows of the memory; return the names that they write, outputs first."""
     outs, seen = (
         [into.value(f"{name}.{part}") for part in range(into.degree)] for name in ("attention", "log_sum_exp")
     )
@@ -245,7 +245,7 @@ def _sum(layer: FeedForwardLayer, bias: nn.Parameter | None, norm: nn.Module) ->
 
 
 class _AttentionToRows(Projections):
-    """Attention of all queries to a share (n, parts) of the memory's rows: [B, H, Q, D] and log-sum-exp [B, H, Q]."""
+    """Attention of all queries to a share (n, parts) of the memory's rows: [B, H, Q, D], and log-sum-exp [B, H, Q]."""
 
     def __init__(self, attention: Attention, share: tuple[int, int]) -> None:
         super().__init__(attention.heads, attention.in_proj_weight, attention.in_proj_bias)
@@ -263,7 +263,7 @@ class _AttentionToRows(Projections):
 
 
 class _Merge(nn.Module):
-    """Merges the parts' results: called with x, the results and their log-sum-exp; then as `SumAndNorm`."""
+    """Module that merges the parts, then computes `SumAndNorm`. Called with x, the parts' results and log-sum-exps."""
 
     def __init__(self, out_proj: nn.Linear, sum_: SumAndNorm) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class _OfLast(nn.Module):
 
 
 class _Hidden(nn.Module):
-    """Next hidden states [K, B, Q, C]; `keep`: appended to the earlier ones, which are read first."""
+    """Next hidden states [K, B, Q, C]. keep: True: appended to the earlier hidden states, the first input."""
 
     def __init__(self, sum_: SumAndNorm, keep: bool) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class _Hidden(nn.Module):
 
 
 def _attend_map(attention: Attention, memory: Tensor, valid: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
-    """Return [B, h, w, C]: attention of a map to itself, from some rows (first, end) of it, or all."""
+    """Return [B, h, w, C]: attention of a map to itself, from its rows [first, end), or from all rows."""
     _, height, width, channels = memory.shape
     x = memory.flatten(1, 2)
     placed = x + sine_positions(valid, height, width, channels).flatten(1, 2)
@@ -346,7 +346,7 @@ def _attend_memory(attention: Attention, x: Tensor, memory: Tensor, valid: Tenso
 
 
 class FeedForwardLayer(nn.Module):
-    """Base of encoder and decoder layers: the two linear maps between normalisations."""
+    """Base of encoder and decoder layers: the two linear layers between normalisations."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -366,8 +366,8 @@ def _attention(config: ModelConfig) -> Attention:
 
 
 class EncoderLayer(FeedForwardLayer):
-    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory. rows: (n, parts):
-    computes only the n-th share of the rows, from all of them; None: all rows.
+    """Layer from memory [B, h, w, C] and the valid rows and columns [B, 2] to the next memory. rows: (n, parts):
+    compute only the n-th share of the rows, from all rows; None: all.
     """
 
     rows: tuple[int, int] | None = None
@@ -393,10 +393,10 @@ class EncoderLayer(FeedForwardLayer):
 
 
 class DecoderLayer(FeedForwardLayer):
-    """Called with hidden [K, B, Q, C], memory [B, h, w, C], valid [B, 2] and the query embedding [Q, C].
+    """Layer called with hidden [K, B, Q, C], memory [B, h, w, C], valid [B, 2] and the query embedding [Q, C].
 
-    Hidden holds the outputs of the K decoder layers before, not normalised; the last entry is the input. Returns hidden
-    with this layer's output appended, or the output alone where no layer needs the earlier ones (`keep` False).
+    Hidden holds the outputs of the K earlier decoder layers, not normalised; the last of them is the input. Returns
+    hidden with this layer's output appended, or the output alone where no layer needs earlier outputs (`keep` False).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -450,7 +450,7 @@ class Heads(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.norm(hidden)
-        # bfloat16 has 8 bits: a sigmoid rounded to it would place a box to 1/256 of the image at best.
+        # bfloat16 has 8 bits: after a sigmoid in bfloat16, boxes would be exact to 1/256 of the image at best.
         return self.class_embed(normed), self.bbox_embed(normed).to(hidden.dtype).sigmoid()
 
 
@@ -464,7 +464,7 @@ class PredictingDecoderLayer(DecoderLayer):
 
     Args:
         heads: one object for all decoder layers, which thus share its parameters.
-        last: no layer reads the hidden state; returns logits, boxes.
+        last: True: no layer reads the hidden state; returns logits, boxes.
     """
 
     def __init__(self, config: ModelConfig, heads: Heads, last: bool) -> None:
@@ -483,10 +483,10 @@ class PredictingDecoderLayer(DecoderLayer):
 
 
 class FirstDecoderLayer(DecoderLayer):
-    """Called with memory and valid; returns hidden [1, B, Q, C] and the query embedding [Q, C].
+    """Layer called with memory and valid; returns hidden [1, B, Q, C] and the query embedding [Q, C].
 
-    The embedding enters here and travels with the stream, so that no layer needs a copy of it. Decoding begins with
-    zeros. With `heads`, logits [1, B, Q, C + 1] and boxes [1, B, Q, 4] are returned too.
+    Only this layer holds the embedding; the others receive it as an input, so they need no copy. Decoding begins with
+    zeros. With `heads`, logits [1, B, Q, C + 1] and boxes [1, B, Q, 4] are returned, too.
     """
 
     def __init__(self, config: ModelConfig, heads: Heads | None = None) -> None:
@@ -495,7 +495,7 @@ class FirstDecoderLayer(DecoderLayer):
         self.heads = heads
 
     def forward(self, memory: Tensor, valid: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        # The view gives this layer's gradient and the stream's their own nodes; the parameter itself never leaves.
+        # A view, so that the parameter itself never leaves the layer: the gradients of both uses have their own nodes.
         query = self.query_embed.weight.view_as(self.query_embed.weight)
         start = torch.zeros_like(query).expand(memory.shape[0], -1, -1)
         hidden = self.decode(start, memory, valid, query)[None]
@@ -506,7 +506,7 @@ class FirstDecoderLayer(DecoderLayer):
 
 
 class _Beginning(nn.Module):
-    """Called with memory; returns zeros [1, B, Q, C] and the query embedding [Q, C]."""
+    """Module called with memory; returns zeros [1, B, Q, C] and the query embedding [Q, C]."""
 
     def __init__(self, query_embed: nn.Embedding) -> None:
         super().__init__()
@@ -518,7 +518,7 @@ class _Beginning(nn.Module):
 
 
 class _Predicting(nn.Module):
-    """Called with hidden and the earlier predictions; returns these with its own appended."""
+    """Module called with hidden and the earlier predictions; returns these with new predictions appended."""
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""DETR's augmentation in two halves: `plan` decides with numbers alone, `apply` transforms the pixels.
+"""DETR's augmentation in two steps: `plan` draws the transformation of sizes and boxes, `apply` transforms the pixels.
 
 Every rank plans, so that sizes and targets of a minibatch are known before any file is opened; pixels are transformed
 only where needed. Nothing here keeps state: equal generators give equal plans.
@@ -46,7 +46,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 _SLIVER = 25
-"""Ratio of the sides above which a picture is a sliver; the sizes of other pictures are those of the reference."""
+"""Ratio of the sides above which a picture is a sliver, whose size may differ from that of DETR's code."""
 
 Pixels = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -92,10 +92,10 @@ class ImageRecipe:
     """Transformation of an image.
 
     Attributes:
-        flip: mirror it first.
+        flip: True: mirror the image first.
         resize: (h, w) before the crop, or None. crop: (top, left, h, w), or None. size: final (h, w).
         boxes: [n, 4] float64, centre x, centre y, width, height as fractions of the final size; in [0, 1].
-        kept: [n] positions of these boxes among the given boxes (a crop may lose some).
+        kept: [n] positions of these boxes among the image's boxes (a crop may lose boxes).
     """
 
     flip: bool
@@ -107,18 +107,18 @@ class ImageRecipe:
 
 
 def resized_size(height: int, width: int, scale: int, max_size: int | None) -> tuple[int, int]:
-    """Return (h, w) after the shorter side became `scale`, or less where the longer side would pass `max_size`.
+    """Return (h, w) with a shorter side of `scale`, or less where the longer side would exceed `max_size`.
 
-    The rounding is the reference's (`datasets/transforms.py`), not that of torchvision's RandomShortestSize, which
-    gives another size for about one image in forty; with it the longer side may pass `max_size`, by as many pixels as
-    half the ratio of the sides. The longer side of a sliver is cut to `max_size`.
+    The rounding is that of DETR's code (`datasets/transforms.py`). torchvision's RandomShortestSize gives another size
+    for about one image in forty. With DETR's rounding the longer side may exceed `max_size`, by as many pixels as half
+    the ratio of the sides. The longer side of a sliver is cut to `max_size`.
     """
     short, long = min(height, width), max(height, width)
     if max_size is not None and long / short * scale > max_size:
         scale = max(1, round(max_size * short / long))
     longest = int(scale * long / short)
     if max_size is not None and long > _SLIVER * short:
-        # the reference keeps the whole length where the shorter side cannot become less than a pixel
+        # DETR's code keeps the whole length where the shorter side cannot become less than a pixel
         longest = min(longest, max_size)
     return (scale, longest) if height < width else (longest, scale)
 
@@ -126,11 +126,11 @@ def resized_size(height: int, width: int, scale: int, max_size: int | None) -> t
 def plan(
     rng: np.random.Generator | None, width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig
 ) -> ImageRecipe:
-    """Draw a training augmentation: flip, then either a resize or a resize, a crop and a resize.
+    """Draw a training augmentation: flip, then either one resize, or a resize, a crop and a resize.
 
     Args:
-        rng: the sample's own generator; None gives the one resize of evaluation and prediction.
-        width, height: of the image in pixels.
+        rng: the sample's own generator; None: only the resize of evaluation and prediction.
+        width, height: size of the image in pixels.
         boxes: [n, 4] corners in pixels, inside the image.
     """
     flip, resize, crop = False, None, None
@@ -158,14 +158,14 @@ def plan(
         moved = np.clip(moved, 0, [seen_width, seen_height] * 2)
         kept = kept[(moved[:, 2:] > moved[:, :2]).all(axis=1)]
         moved = moved[kept]
-    # The final resize scales image and box alike, so fractions of the seen part are fractions of the result.
+    # The final resize scales image and box alike, so fractions of the cropped image are fractions of the final size.
     moved = moved / [seen_width, seen_height, seen_width, seen_height]
     centres, spans = (moved[:, :2] + moved[:, 2:]) / 2, moved[:, 2:] - moved[:, :2]
     return ImageRecipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
 
 
 def _size_before_crop(height: int, width: int, scale: int) -> tuple[int, int]:
-    """Return (h, w) after the resize before a crop; without a bound a picture of 1 x 3000 would take 1.4 GiB."""
+    """Return (h, w) for the resize before a crop; without a bound a picture of 1 x 3000 would take 1.4 GiB."""
     return resized_size(height, width, scale, _SLIVER * scale)
 
 
@@ -174,7 +174,7 @@ def _choice(rng: np.random.Generator, values: Sequence[int]) -> int:
 
 
 def _crop_range(side: int, bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return smallest and largest crop along a side; an image smaller than the smallest crop is taken whole."""
+    """Return smallest and largest crop along a side; an image smaller than the smallest crop is not cropped."""
     return min(bounds[0], side), min(bounds[1], side)
 
 
@@ -195,15 +195,15 @@ def apply(recipe: ImageRecipe, image: Image.Image) -> Tensor:
 def largest_size(
     widths: NDArray[np.int64], heights: NDArray[np.int64], config: AugmentConfig, train: bool, alone: bool
 ) -> tuple[int, int]:
-    """Return the largest (h, w) that images of these sizes can need after augmentation; some draw reaches it.
+    """Return the largest (h, w) that images of these sizes can have after augmentation; some draw reaches it.
 
-    Images do not exclude each other: where one image can be the tallest and the widest, a single draw of it is both
-    (the tests try every draw of every pair).
+    The tallest and the widest size can always be drawn together: where both need the same image, one draw of it has
+    both (the tests try every draw of every pair).
 
     Args:
         widths, heights: [I] pixels.
-        train: with the training augmentation; else the validation resize.
-        alone: return the size of largest area, of one image; else the tallest may meet the widest, padded together.
+        train: True: with the training augmentation; False: with the validation resize.
+        alone: True: the largest size by area of one image; False: the largest height and width, padded together.
     """
     if config.stretch is not None:
         return config.stretch
@@ -240,24 +240,24 @@ def _reachable_crops(sizes: Iterable[tuple[int, int]], bounds: tuple[int, int]) 
 
 # -- Picture files: opened, with one sentence for each problem, and read as upright RGB of 8 bits.
 #
-# `data` and `checks` call this module; it knows no annotation file. Facts that a file leaves open, such as how many
-# of its 16 bits count, must be configured and are never guessed.
+# `data` and `coco_task` call these functions, which know no annotation file. Facts that a picture file leaves open,
+# such as how many of its 16 bits count, must be configured and are never guessed.
 
 
 MAX_PIXELS, MOST_PIXELS = 178_956_970, 357_913_940
-"""Default limit of a picture, and the limit beyond which Pillow refuses it; 512 MiB and 1 GiB as RGB."""
+"""Default limit of a picture's pixels, and Pillow's own limit; 512 MiB and 1 GiB as RGB."""
 ORIENTATION = 0x0112
-"""The EXIF tag."""
+"""EXIF tag of the orientation."""
 _IN_16_BITS = ("PNG", "PPM")
 """Formats whose grey pictures Pillow may hold in 32 bits although the values have 16."""
 _DARK_BITS = 14
-"""A picture of 16 bits that needs no more is a quarter as bright as it could be."""
+"""Bits that all values of a dark 16-bit picture fit into: at most a quarter of the possible brightness."""
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `max_pixels` decides
 
 
 @contextmanager
 def opened_image(path: Path, name: str = "", max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """Yield a picture whose header was read, while the file is open. name: stands beside the path in errors. Raises
+    """Yield a picture whose header was read, while the file is open. name: added to the path in errors. Raises
     CapslogError: the file is missing, has more than `max_pixels`, or cannot be decoded, also inside the `with`.
     """
     called = _called(path, name)
@@ -281,8 +281,8 @@ def read_image(path: Path, name: str = "", bits: int | None = None, max_pixels: 
     """Read a picture as upright RGB: EXIF orientation applied; grey, palette, CMYK and transparent pictures converted.
 
     Args:
-        name, max_pixels: as of `opened_image`.
-        bits: those that count in a picture of more than 8; None: 16, and a picture that is dark by them is refused.
+        name, max_pixels: as in `opened_image`.
+        bits: number of bits that count in a picture of more than 8 bits; None: 16, and a dark picture is refused.
 
     Raises:
         CapslogError: as `opened_image`; pixels whose brightest value is not known.
@@ -313,7 +313,7 @@ def read_image(path: Path, name: str = "", bits: int | None = None, max_pixels: 
 
 
 def has_more_bits(file: Image.Image) -> bool:
-    """True where an opened picture, not yet decoded, has more than 8 bits of each colour."""
+    """Return True if an opened picture, not yet decoded, has more than 8 bits per colour."""
     return file.mode[0] in "IF" or ";16" in str(getattr(file, "tile", ""))
 
 
@@ -322,7 +322,7 @@ def _called(path: Path, name: str) -> str:
 
 
 def _of_grey(values: np.ndarray, wide: bool, bits: int | None, called: str) -> Image.Image:
-    """Convert whole numbers of 16 or 32 bits (`wide`) to a grey picture of the upper 8 of the bits that count."""
+    """Convert integers of 16 bits, or 32 (`wide`), to a grey picture of the upper 8 of the bits that count."""
     low, high = int(values.min()), int(values.max())
     if bits is None:
         if wide:

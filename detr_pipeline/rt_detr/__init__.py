@@ -1,5 +1,5 @@
 """RT-DETR of transformers (the extra `hf`) as a workload: `workload: detr_pipeline.rt_detr:workload` in a run's YAML
-leads here. Data, evaluation and drawing are those of DETR. Nothing here may import the engine.
+calls `workload`. Data, evaluation and drawing are those of DETR. Nothing here may import the engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """RT-DETR of transformers as a chain: one layer per block of the backbone, per fusion, and per decoder layer.
 
 These tensors cross the cuts: features [B, C, h, w] of the backbone (`x`, and `c<level>`, which the next level and the
-encoder read), projected (`p`), mixed (`f`, `n`), then `memory`, `grid`, `hidden` and `reference` of `Selection`, and
-the predictions of every decoder layer on their way to the loss.
+projection read), projected maps (`p`), fused maps (`f`, `g`, `n`), then `memory`, `grid`, `hidden` and `reference` of
+`Selection`, and the predictions of every decoder layer, which the loss reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from varuna_capslog.model.chain import Chain, Layer
 
 __all__ = ["DENOISING", "RtDetrModel", "build_model", "chain_of", "own_names", "transformers_config", "unsigmoid"]
 
-# -- Model section of an RT-DETR config, and the `RTDetrConfig` of transformers that it stands for; no module is built
+# -- Model section of an RT-DETR config, and its `RTDetrConfig` of transformers; no module is made
 
 
 # Keys that the chain does not implement, with the only value that it supports.
@@ -68,7 +68,7 @@ def transformers_config(model: RtDetrModel, num_classes: int) -> Any:
     """Return transformers' `RTDetrConfig` of a model section.
 
     Raises:
-        ConfigError: a key unknown to transformers, or a value that it refuses or the chain does not compute.
+        ConfigError: a key unknown to transformers, or a value that transformers or the chain does not support.
         CapslogError: `model.folder` holds no RT-DETR.
     """
     from transformers import RTDetrConfig, RTDetrResNetConfig
@@ -138,8 +138,8 @@ def _refuse_what_is_not_computed(config: Any, where: str) -> None:
 
 # -- The layers of RT-DETR (Zhao et al., CVPR 2024) whose forward transformers writes inside larger modules.
 #
-# They are made around transformers' own submodules and compute the same as its `RTDetrModel`, operation by
-# operation. They keep no state and no cache, so that they also run on tensors without memory, and at any size.
+# They wrap transformers' own submodules and compute the same as its `RTDetrModel`, operation by operation. They keep no
+# state and no cache, so that they also run on tensors without memory, and at any size.
 
 
 _ANCHOR_SIZE = 0.05
@@ -148,8 +148,8 @@ _SIGMOID_MARGIN = 1e-5
 
 
 class Encoder(nn.Module):
-    """Transformer layer on the smallest map (AIFI): [B, C, h, w] to [B, C, h, w]. Unlike transformers' layer it does
-    not check whether its result is finite and clamp it; the engine refuses a step that is not finite.
+    """Transformer layer on the smallest map (AIFI): [B, C, h, w] to [B, C, h, w]. transformers' layer clamps results
+    that are not finite; this layer does not, since the engine refuses a step that is not finite.
     """
 
     def __init__(self, layer: nn.Module, temperature: float) -> None:
@@ -166,7 +166,7 @@ class Encoder(nn.Module):
         tokens = tokens + F.dropout(seen, layer.dropout, self.training)
         if not layer.normalize_before:
             tokens = layer.self_attn_layer_norm(tokens)
-        # from the second norm on, transformers adds the normalised tokens, whichever norm comes first
+        # in transformers the second residual sum adds normalised tokens, with either order of the norms
         if layer.normalize_before:
             tokens = layer.final_layer_norm(tokens)
         tokens = tokens + layer.mlp(tokens)
@@ -176,7 +176,7 @@ class Encoder(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Top-down fusion of a map with one of twice its size; returns the mixed small map and the fused large map."""
+    """Top-down fusion of a map with one of twice its size; returns the small map after `lateral`, and the fused map."""
 
     def __init__(self, lateral: nn.Module, block: nn.Module) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Fusion(nn.Module):
 
 
 class Halving(nn.Module):
-    """Bottom-up fusion of a halved map with the mixed map of that size."""
+    """Bottom-up fusion of a large map, halved, with a small map of that size."""
 
     def __init__(self, halve: nn.Module, block: nn.Module) -> None:
         super().__init__()
@@ -199,15 +199,15 @@ class Halving(nn.Module):
 
 
 class Selection(nn.Module):
-    """Flattens all maps into one row of places, predicts at each of them, and selects the best places as queries.
+    """Layer that flattens all maps into one row of places, predicts at each place, and selects the best as queries.
 
-    Called with the maps [B, C, h, w], each half as large as the one before, and, where the model denoises, with noised
-    `labels` [B, D] and unactivated `boxes` [B, D, 4] of as many queries ahead of the others (`source`). Returns
+    Called with the maps [B, C, h, w], each half as large as the map before, and, where the model denoises, with noised
+    `labels` [B, D] and `boxes` [B, D, 4] before the sigmoid (`task.Noise`). Their D queries come first. Returns
 
     - memory [B, L, C]: the places of all maps;
-    - grid [B, h, w] of bool: nothing but the size of the largest map, for the decoder;
-    - hidden [B, D + Q, C] and reference [B, D + Q, 4]: where decoding begins;
-    - logits [B, Q, classes] and boxes [B, Q, 4] of the places chosen, for the loss.
+    - grid [B, h, w] of bool: no values, only the size of the largest map, for the decoder;
+    - hidden [B, D + Q, C] and reference [B, D + Q, 4]: inputs of the first decoder layer;
+    - logits [B, Q, classes] and boxes [B, Q, 4] of the selected places, for the loss.
     """
 
     def __init__(self, model: Any) -> None:
@@ -288,8 +288,8 @@ def sine_positions(height: int, width: int, channels: int, temperature: float, l
 def anchors(sizes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, Tensor]:
     """Return an initial box at every place of maps of these (h, w), before the sigmoid: [1, L, 4], dtype of `like`.
 
-    Its side is a twentieth of the picture on the first map, and twice as much on each next map. The second result,
-    [1, L, 1], is False where a box is so near the border that it is not used.
+    A box's side is a twentieth of the picture on the first map, and twice as much on each next map. The second result,
+    [1, L, 1], is False where a box is too near the border to be used.
     """
     boxes_of_maps = []
     for level, (height, width) in enumerate(sizes):
@@ -332,14 +332,14 @@ def _apart(groups: Tensor | None, hidden: Tensor) -> Tensor | None:
 
 
 DENOISING = ("dn_labels", "dn_boxes", "dn_groups")
-"""Inputs beside `images` where the model denoises; see `source.Noise`."""
+"""Inputs besides `images` where the model denoises; see `task.Noise`."""
 
 
 def build_model(section: RtDetrModel, num_classes: int) -> Any:
-    """Build transformers' `RTDetrForObjectDetection` of a model section; fresh weights come from torch's random state.
+    """Return transformers' `RTDetrForObjectDetection` of a model section; fresh weights come from torch's random state.
 
-    Fresh scales of batch norms are 1, as in RT-DETR's original code; transformers draws them near 0, because it expects
-    loaded weights. Raises as `transformers_config`, and CapslogError for weights that cannot be read.
+    Fresh scales of batch norms are 1, as in RT-DETR's original code; transformers draws scales near 0, because it
+    expects loaded weights. Raises as `transformers_config`, and CapslogError for weights that cannot be read.
     """
     from transformers import RTDetrForObjectDetection
 
@@ -380,15 +380,15 @@ def chain_of(model: Any) -> Chain:
 
 
 def own_names(model: Any, chain: Chain) -> dict[str, str]:
-    """Return transformers' name of every address of `chain`, which is `model`'s or has the same layers."""
-    # the same object is met under other names where the model has modules twice
+    """Return address -> transformers' name, for `chain`, which has the layers of `model`'s chain."""
+    # a tensor has several names where the model holds a module twice: the first name counts
     names = {id(value): name for name, value in reversed([*model.named_parameters(), *model.named_buffers()])}
     same, addresses = chain_of(model), set(chain.named_tensors())
     return {address: names[id(value)] for address, value in same.named_tensors().items() if address in addresses}
 
 
 def _backbone(inner: Any, levels: int) -> list[Layer]:
-    """Return stem and blocks; the last block of each used stage writes the map of its level, which is projected."""
+    """Return stem, blocks and projections; the last block of each used stage writes the map of its level."""
     body = inner.backbone.model
     layers = [Layer("backbone.stem", body.embedder, ("images",), ("x",))]
     used = {number: level for level, number in enumerate(body.config.out_indices)}
@@ -407,7 +407,7 @@ def _backbone(inner: Any, levels: int) -> list[Layer]:
 
 
 def _encoder(inner: Any, levels: int) -> list[Layer]:
-    """Return the AIFI layers of their levels, then those that mix the maps from smallest to largest and back."""
+    """Return the AIFI layers, then the layers that fuse the maps from smallest to largest, then back."""
     encoder, layers = inner.encoder, []
     for aifi, level in zip(encoder.aifi, encoder.encode_proj_layers, strict=True):
         name = (f"p{level}",)

@@ -1,5 +1,5 @@
-"""RT-DETR of transformers as a `Workload`: ties model, data, loss, evaluation and drawing to one config. Building it
-reads the config only; the data is opened when it is asked for.
+"""RT-DETR of transformers as a `Workload`: model, data, loss, evaluation and drawing of one config. The constructor
+reads only the config; the data is opened at its first use.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["Groups", "Noise", "RtDetrSource", "RtDetrWorkload", "best_places", "
 #    own.
 #
 # Each group holds every box of an image twice: a positive copy with little noise, whose target is the box, and a
-# negative one with more noise, whose target is no object. The data source makes them as inputs of the chain, since it
-# knows the boxes before the step; the noise of a sample depends on seed, epoch and sample alone. The model never sees
-# targets.
+# negative copy with more noise, whose target is no object. The data source makes the noised boxes as inputs of the
+# chain, since it knows the boxes before the step; the noise of a sample depends on seed, epoch and sample alone. The
+# model never receives targets.
 
 
 @dataclass(frozen=True)
 class Groups:
     """Layout of the denoising queries of every image of a minibatch.
 
-    count: groups. most: boxes of the image with the most; images with fewer have empty places, whose target is no
-    object. In each group positive copies come first.
+    count: number of groups. most: largest number of boxes in an image; images with fewer boxes have empty places, whose
+    target is no object. In each group positive copies come first.
     """
 
     count: int
@@ -54,7 +54,7 @@ class Groups:
 
     @staticmethod
     def of(most: int, wanted: int) -> Groups:
-        """Return as many groups as fit into `wanted` positive queries, at least one; none where there is no box."""
+        """Return as many groups as fit into `wanted` positive queries, at least one group; no group without a box."""
         return Groups(max(1, wanted // most) if most and wanted else 0, most)
 
     @property
@@ -67,7 +67,7 @@ class Groups:
         return torch.arange(self.count).repeat_interleave(2 * self.most)
 
     def positive(self, boxes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the positive queries of an image with that many boxes, and the target box of each."""
+        """Return the positive queries of an image with `boxes` boxes, and the target box of each query."""
         queries = tuple(2 * self.most * group + box for group in range(self.count) for box in range(boxes))
         return queries, tuple(range(boxes)) * self.count
 
@@ -76,8 +76,8 @@ class Groups:
 class Noise:
     """Noise of labels and boxes: transformers' `num_labels`, `label_noise_ratio` and `box_noise_scale`.
 
-    A box's corners move by at most half its size times `box_scale`, those of negative copies by half to all of it; half
-    of `label_ratio` of the labels are drawn again.
+    Corners of positive copies move by at most half the box's size times `box_scale`, those of negative copies by half
+    its size to its whole size, times `box_scale`. Half of `label_ratio` of the labels are drawn again.
     """
 
     classes: int
@@ -85,7 +85,7 @@ class Noise:
     box_scale: float
 
     def queries(self, groups: Groups, target: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return labels [D] int64 (empty places: `classes`) and boxes [D, 4] before the sigmoid, float32, of an image.
+        """Return an image's labels [D] int64 (empty places: `classes`) and boxes [D, 4] before the sigmoid, float32.
 
         target: `labels` [n] and `boxes` [n, 4], with n at most `groups.most`. Equal seeds give equal queries.
         """
@@ -108,11 +108,11 @@ class Noise:
 
 
 # -- COCO folder for RT-DETR: the pictures, boxes and augmentation of `detr_pipeline.data`, and denoising queries.
-#    It describes every minibatch from the annotation file alone, like `CocoSource`.
+#    Every minibatch is described from the annotation file alone, as in `CocoSource`.
 
 
 _STREAM = 1
-"""Separates these random numbers from the augmentation's, which have the same seed, epoch and sample."""
+"""Seed that separates the noise from the augmentation, whose seeds are the same run seed, epoch and sample."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _Recipe:
 
 
 def denoising_specs(images: int, queries: int) -> dict[str, TensorSpec]:
-    """Return specs of a microbatch with that many denoising queries in every image."""
+    """Return specs of a microbatch of `images` images with `queries` denoising queries each."""
     shape = (images, queries)
     labels, boxes, groups = TensorSpec(shape, torch.int64), TensorSpec((*shape, 4)), TensorSpec(shape, torch.int64)
     return dict(zip(DENOISING, (labels, boxes, groups), strict=True))
@@ -132,11 +132,11 @@ def denoising_specs(images: int, queries: int) -> dict[str, TensorSpec]:
 class RtDetrSource:
     """A split as a `DataSource`.
 
-    Inputs of a microbatch of B images: `images` [B, 3, H, W] and, where the model denoises, with the D queries of the
-    minibatch's `Groups` (none for validation): `dn_labels` [B, D], `dn_boxes` [B, D, 4], `dn_groups` [B, D]. Targets
-    are those of `CocoSource`. Normalisers: `boxes`, their number in the minibatch, `groups` and `most` of `Groups`.
+    Inputs of a microbatch of B images: `images` [B, 3, H, W] and, where the model denoises, the D queries of the
+    minibatch's `Groups` (D is 0 for validation): `dn_labels` [B, D], `dn_boxes` [B, D, 4], `dn_groups` [B, D]. Targets
+    are those of `CocoSource`. Normalisers: `boxes` (their number in the minibatch), `groups` and `most` of `Groups`.
 
-    wanted: positive denoising queries of an image, about (`num_denoising`); 0: none. noise: None without denoising.
+    wanted: approximate number of positive denoising queries of an image (`num_denoising`). noise: None: no denoising.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int, wanted: int, noise: Noise | None) -> None:
@@ -176,11 +176,11 @@ class RtDetrSource:
         return inputs | dict(zip(DENOISING, (labels, boxes, groups), strict=True))
 
 
-# -- RT-DETR's loss of a microbatch, as its share of the whole minibatch's loss: transformers' parts under its names.
+# -- RT-DETR's loss of a microbatch, as its share of the minibatch's loss. Its parts have the names of transformers.
 #
-# With N boxes in the minibatch, every sum is divided by max(N, 1), those of denoising queries by max(N, 1) times the
-# number of groups, so the shares of any split into microbatches add up to the loss of the unsplit minibatch. The
-# workload calls this on the rank of the last layer; it computes in float32 or better, outside autocast.
+# With N boxes in the minibatch, every sum is divided by max(N, 1), and sums of denoising queries also by the number of
+# groups, so the shares of any split into microbatches add up to the loss of the unsplit minibatch. The workload calls
+# `set_loss` on the rank of the last layer; the loss is computed in float32 or better, outside autocast.
 
 
 _LOG_MARGIN = 1e-8
@@ -198,15 +198,15 @@ def set_loss(
         outputs: `logits_<k>` [B, D + Q, classes] and `boxes_<k>` [B, D + Q, 4] (cx, cy, w, h in 0..1) of each decoder
             layer, and `logits_enc`, `boxes_enc` [B, Q, ...] of the selection; D denoising queries come first.
         targets: per image `labels` [n] and `boxes` [n, 4], on the CPU.
-        normalisers: of the whole minibatch, as `source.RtDetrSource` gives them.
+        normalisers: those of the whole minibatch, from `RtDetrSource`.
         config: transformers' `RTDetrConfig`, which has weights and costs.
 
     Returns:
-        `loss`; `loss_vfl`, `loss_bbox`, `loss_giou` of the last decoder layer, weighted; the same with `_aux_<k>` of
-        the earlier layers and of the selection (the last number), and with `_dn_<k>` of all decoder layers' denoising.
+        `loss`; the weighted `loss_vfl`, `loss_bbox`, `loss_giou` of the last decoder layer; with `_aux_<k>` those of
+        earlier layers, then of the selection (last k); with `_dn_<k>` those of every decoder layer's denoising queries.
 
     Raises:
-        CapslogError: a label that the model has no output for.
+        CapslogError: a label for which the model has no output.
         StepRefused: a prediction is not finite.
     """
     layers = config.decoder_layers
@@ -220,7 +220,7 @@ def set_loss(
             for kind in ("logits", "boxes")
         )
         noised = groups.queries
-        # in transformers' order: the last decoder layer, the earlier ones, the selection
+        # in transformers' order: the last decoder layer, the earlier layers, the selection
         order = [layers - 1, *range(layers - 1)]
         found_logits = torch.cat([logits[order, :, noised:], outputs["logits_enc"][None].to(dtype)])
         found_boxes = torch.cat([boxes[order, :, noised:], outputs["boxes_enc"][None].to(dtype)])
@@ -249,13 +249,13 @@ def _sums(
     matches: Sequence[Sequence[Match]],
     config: Any,
 ) -> list[dict[str, Tensor]]:
-    """Return weighted sums over [K, B, Q, ...] for each of the K layers, which all have the same number of matches."""
+    """Return the weighted sums of each of the K layers of [K, B, Q, ...], which have equal numbers of matches."""
     count, device = len(logits), logits.device
     place, labels, aims = positions(targets, matches)
     where, aims = tuple(index.to(device) for index in place), aims.to(device, logits.dtype)
     predicted_boxes = boxes[where]
     overlap, generalised = ious(box_convert(predicted_boxes, "cxcywh", "xyxy"), box_convert(aims, "cxcywh", "xyxy"))
-    # varifocal loss: the target score of a match is its box's overlap, of all else 0, weighted by the predicted score
+    # varifocal loss: the target score is the box's overlap for a match, else 0, weighted by the predicted score
     aim = torch.zeros_like(logits)
     aim[(*where, labels.to(device))] = overlap.detach()
     matched = torch.zeros_like(logits)
@@ -294,7 +294,7 @@ def match(logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Any]], c
 
 
 _STRIDE = 32
-"""Each map is half as large as the one before, the smallest a 32nd of the picture."""
+"""Picture sides are divided by it on the smallest map; each map is half as large as the map before."""
 
 
 class RtDetrWorkload(CocoWorkload):
@@ -322,7 +322,7 @@ class RtDetrWorkload(CocoWorkload):
         return model
 
     def build_chain(self) -> Chain:
-        """Return a chain of `build_model`."""
+        """Return the chain of `build_model`'s model."""
         return chains.chain_of(self.build_model())
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
@@ -341,7 +341,7 @@ class RtDetrWorkload(CocoWorkload):
         return set_loss(outputs, targets, normalisers, self.architecture)
 
     def input_specs(self, microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:
-        """Return specs of images and, where the model denoises, of its largest number of queries."""
+        """Return specs of images and, where the model denoises, of the largest number of denoising queries."""
         images = {"images": TensorSpec((microbatch_size, 3, *size))}
         wanted = self.architecture.num_denoising
         if not wanted:
@@ -353,7 +353,7 @@ class RtDetrWorkload(CocoWorkload):
         return images | denoising_specs(microbatch_size, 2 * max(wanted, most))
 
     def profile_targets(self, microbatch_size: int) -> tuple[list[HostTargets], dict[str, float]]:
-        """Return a few boxes in every image, as many as share out the denoising queries of `profile_inputs` evenly."""
+        """Return targets with a few boxes in every image; their number divides that of positive denoising queries."""
         count = min(PROFILE_BOXES, self.architecture.num_queries)
         groups = Groups(0, 0)
         if self._denoises:
@@ -366,7 +366,7 @@ class RtDetrWorkload(CocoWorkload):
         return [HostTargets(target, image_id=image) for image in range(microbatch_size)], normalisers
 
     def loss_key(self) -> object:
-        """Return what the set loss depends on besides the outputs: the boxes looked for, and the denoising queries."""
+        """Return the facts, besides the outputs, on which the set loss depends: classes and denoising queries."""
         return RtDetrWorkload, self.num_classes, self.architecture.num_denoising
 
     def train_data(self) -> DataSource:
@@ -385,7 +385,7 @@ class RtDetrWorkload(CocoWorkload):
         return best_places(outputs[f"logits_{last}"][image], outputs[f"boxes_{last}"][image], size, num_classes)
 
     def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the picture, and no denoising queries."""
+        """Return the picture, and empty denoising inputs where the model denoises."""
         images = {"images": inputs["images"]}
         if not self._denoises:
             return images
@@ -409,7 +409,7 @@ def best_places(logits: Tensor, boxes: Tensor, size: Tensor, num_classes: int) -
     Args:
         logits: [Q, C], one sigmoid for each class.
         boxes: [Q, 4] as (cx, cy, w, h), fractions of the image. size: [2] (h, w) of the image.
-        num_classes: classes that the data has; the model never names others. Raises CapslogError if it has fewer.
+        num_classes: number of the data's classes; further outputs are ignored. Raises CapslogError if C is less.
     """
     from detr_pipeline.evaluation import corners_of, refuse_too_few
 

@@ -1,6 +1,6 @@
-"""Data that a user gives: names in a config's `data` section, and objects that a program passes to its run.
+"""A user's data: the keys of a config's `data` section, and objects that a program passes to its run.
 
-Objects go in one file of the run's folder. A class or function of the program's own script is looked up under the
+Objects are pickled into one file of the run's folder. A class or function of the program's own script is found by the
 script's name as a module, since in another process `__main__` is another program.
 """
 
@@ -89,7 +89,7 @@ def hand_over(path: Path, objects: Mapping[str, Any], script: Callable[[str], st
             has none.
 
     Raises:
-        CapslogError: an object that cannot be pickled, named.
+        CapslogError: an object cannot be pickled; the message names it.
     """
     pickled = {name: _pickled(name, payload, script) for name, payload in objects.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def hand_over(path: Path, objects: Mapping[str, Any], script: Callable[[str], st
 
 
 def handed(path: Path, name: str) -> Any:
-    """Return the object of this name, if any. Raises CapslogError for a damaged file or a name unknown here."""
+    """Return the object of this name; None without one. Raises CapslogError for a file that cannot be unpickled."""
     try:
         data = pickle.loads(path.read_bytes()).get(name)
         return None if data is None else pickle.loads(data)
@@ -112,7 +112,7 @@ def handed(path: Path, name: str) -> Any:
 
 
 def model(path: str) -> Any:
-    """Return the model, as the factory of a config's `model` section."""
+    """Return the model that was passed; the factory in the config's `model` section."""
     return handed(Path(path), "model")
 
 

@@ -23,7 +23,7 @@ from varuna_capslog.own_data.reading import SampleReader, receive, send
 __all__ = ["Batch", "DatasetSource", "Loader"]
 
 
-# -- A user's data set as a `DataSource`, read by the rank itself or by loader processes that read ahead.
+# -- Batches, read by the rank itself or by loader processes
 
 
 _LAST_SECONDS = 5.0
@@ -36,7 +36,7 @@ class Batch(Protocol):
     """Batch that is being read, or will be."""
 
     def result(self) -> Any:
-        """Return the batch, when it is there. Raises CapslogError where it cannot be read."""
+        """Wait for the batch and return it. Raises CapslogError where it cannot be read."""
 
 
 class _Later:
@@ -57,7 +57,7 @@ class Loader:
     """Reader of one workload's batches in this process.
 
     Args:
-        reader: for the batches that this process reads itself.
+        reader: reads the batches in this process, without loader processes.
         keys, seed: as for `SampleReader`, in the loader processes.
         workers: loader processes; they start with the first batch and end with this process. 0: none.
     """
@@ -73,7 +73,7 @@ class Loader:
         if not self._workers:
             return _Later(self._reader, split, epoch, samples)
         if not self._threads:
-            # A thread that lives as long as its process: Linux ends a child with the thread that started it.
+            # One thread per loader process, which it must outlive: Linux ends a child with the thread that started it.
             self._threads = [
                 OwnedThread(f"loader-{number}", self._serve, self._fail) for number in range(self._workers)
             ]
@@ -161,22 +161,22 @@ def _ended(process: subprocess.Popen[bytes], samples: Sequence[int]) -> CapslogE
 
 # -- A user's data set as a `DataSource`: microbatches of fixed shapes, read with their targets where needed.
 #
-# A rank that neither loads nor judges knows only the numbers of a minibatch's samples and the shapes of the first
-# batch, which all others must have.
+# A rank that neither loads inputs nor computes the loss knows only the numbers of a minibatch's samples and the shapes
+# of the first batch, which all other batches must have.
 
 
 _REMEMBERED = 4
-"""Microbatches of an evaluation that are kept for its judge, on a rank that both loads and judges."""
+"""Microbatches of an evaluation that are kept for its evaluator, on a rank that loads inputs and scores outputs."""
 
 
 class DatasetSource:
-    """Samples of one split.
+    """Data source of one split.
 
     Args:
-        count: of samples.
-        specs: of the model's inputs, for a microbatch.
+        count: number of samples.
+        specs: returns the specs of the model's inputs for a microbatch of this many samples.
         take: returns the model's inputs of a batch.
-        ahead: microbatches that are read before they are needed.
+        ahead: number of microbatches that are read ahead.
     """
 
     def __init__(
@@ -216,13 +216,13 @@ class DatasetSource:
         return _Read(batch, self._take, minibatch.inputs[microbatch], samples)
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """Return the inputs of a microbatch. Its batch, and those of the next microbatches, are kept for `batch`."""
+        """Return the inputs of a microbatch, and begin to read the next ones. Their batches are kept for `batch`."""
         for index in range(microbatch, min(len(minibatch.inputs), microbatch + 1 + self.ahead)):
             self._reading(minibatch, index)
         return self._reading(minibatch, microbatch).result()[0]
 
     def batch(self, minibatch: Minibatch, microbatch: int) -> Any:
-        """Return the batch of a microbatch, for its judge."""
+        """Return the batch of a microbatch, for its evaluator."""
         batch = self._reading(minibatch, microbatch).result()[1]
         self._begun.pop(_key(minibatch, microbatch), None)
         return batch
@@ -254,7 +254,7 @@ class _Read:
         self._batch, self._take, self._specs, self._samples = batch, take, specs, samples
 
     def result(self) -> tuple[dict[str, Tensor], Any]:
-        """Return inputs and batch. Raises CapslogError where it cannot be read, or has another shape than the first."""
+        """Return inputs and batch. Raises CapslogError where the batch cannot be read or its inputs' shapes differ."""
         batch = self._batch.result()
         inputs = {name: tensor.contiguous() for name, tensor in self._take(batch).items()}
         for name, spec in self._specs.items():

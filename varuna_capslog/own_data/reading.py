@@ -24,7 +24,7 @@ from varuna_capslog.own_data.handed import handed
 __all__ = ["SampleReader", "named_or_handed", "receive", "seeded", "send"]
 
 
-# -- Random numbers of one sample: drawn from its own seed in any process, and no other random numbers change.
+# -- Random numbers of a sample depend only on its seed, in any process; other random numbers do not change.
 
 
 _SAMPLE = 0x5341
@@ -33,7 +33,7 @@ _SAMPLE = 0x5341
 @contextlib.contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
     """Seed the CPU generator of torch, `random` and numpy's global generator from these numbers, and restore their
-    states at the end. Only one thread of this process may be in here.
+    states at the end. Only one thread of a process may be inside the block.
     """
     seed = mix(_SAMPLE, *numbers)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (users draw from it)
@@ -63,7 +63,7 @@ class SampleReader:
 
     Args:
         keys: the config's `data` section as plain values.
-        seed: of the run; it, the epoch and the sample seed the random numbers of a sample.
+        seed: seed of the run; with the epoch and the sample's number it seeds a sample's random numbers.
     """
 
     def __init__(self, keys: Mapping[str, Any], seed: int) -> None:
@@ -72,15 +72,15 @@ class SampleReader:
         self._collate: Any = None
 
     def dataset(self, split: str) -> Any:
-        """Return the data set of "dataset" or "val", if named. Raises CapslogError where it fails or is no map-style
-        one.
+        """Return the data set of a split, "dataset" or "val"; None without validation data. Raises CapslogError where
+        its function fails, or where it is not map-style.
         """
         if split not in self._sets:
             self._sets[split] = self._opened(split)
         return self._sets[split]
 
     def read(self, split: str, epoch: int, samples: Sequence[int]) -> Any:
-        """Return the batch of these samples. Raises CapslogError, which names them, where one cannot be read or
+        """Return the batch of these samples. Raises CapslogError, which names the samples, where they cannot be read or
         collated.
         """
         dataset, loaded = self.dataset(split), []
@@ -136,17 +136,17 @@ def _told(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-# -- Any picklable value through a pipe; the bytes of its tensors and arrays go beside the pickle, uncopied.
+# -- Sends any picklable value through a pipe; the bytes of tensors and arrays follow the pickle, uncopied.
 #
-# Small tensors of a message, such as labels and boxes of many images, share one block of memory; a large one has its
-# own, so that a program that keeps some labels does not keep the images.
+# Small tensors of a message, such as labels and boxes of many images, share one block of memory. Each large tensor has
+# memory of its own, so that a program that keeps some labels does not keep the images.
 
 
 _HEAD = struct.Struct("<QQ")
 _ALIGNMENT = 64
-"""Bytes; each tensor in the block is aligned as torch's own memory is: some CPU kernels round by alignment."""
+"""Alignment of each tensor in the block, in bytes, as in torch's own memory: some CPU kernels round by alignment."""
 _LARGE = 1 << 16
-"""Bytes from which on a tensor has memory of its own."""
+"""Smallest size, in bytes, of a tensor that has memory of its own."""
 
 
 class _TensorPickler(pickle.Pickler):

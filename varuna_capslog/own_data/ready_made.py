@@ -34,8 +34,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     Args:
         root: folder with one folder per class, each of which may have subfolders.
         size: pixels of a side; the shorter side is scaled to it and the middle is cut out.
-        part: fractions of all pictures, in a fixed order that mixes the classes: (0, 0.9) and (0.9, 1) share none.
-        augment: instead cut out a random piece, of a quarter of the area or more, and mirror half of them.
+        part: range of the pictures, as fractions of a fixed order that mixes the classes; (0, 0.9) and (0.9, 1) share
+            no picture.
+        augment: cut out a random square with at least a quarter of the middle's area, and mirror half of the pictures.
 
     Attributes:
         classes: the names of the folders.
@@ -62,7 +63,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             for path in (self.root / name).rglob("*")
             if path.suffix.lower() in _ENDINGS
         ]
-        # sorted by a sum of the name, so that each part has pictures of all classes, on every machine the same
+        # sorted by a checksum of the name, so that each part mixes all classes, and is the same on every machine
         pictures.sort(
             key=lambda picture: (zlib.crc32(str(picture[0].relative_to(self.root)).encode()), str(picture[0]))
         )
@@ -121,7 +122,7 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         length: tokens of a sample; tokens that do not fill a last sample are left out.
         part: fractions of the file in which the samples lie: (0, 0.9) is all but the last tenth.
         dtype: of the numbers: uint8, uint16, uint32, int32 or int64.
-        shifted: the labels are the next tokens, for models whose loss compares position by position. Models of
+        shifted: True: labels are the next tokens, for models whose loss compares position by position. Models of
             transformers shift the labels themselves.
 
     Raises:

@@ -1,5 +1,5 @@
-"""A loader process, started by `loader.Loader`, which gives it its process number. It reads a task from standard input,
-and answers with a batch or with the reason why there is none. It ends with its parent.
+"""Program of a loader process; `loader.Loader` starts it with the parent's process id as the argument. The process
+reads tasks from standard input, answers each with a batch or an error's text, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from varuna_capslog.base.processes import JOB_SIGNALS, ends_forks_as_usual, kill
 def main() -> None:
     """Serve until the parent closes the pipe or ends."""
     killed_with(int(sys.argv[1]))()
-    outlives((*JOB_SIGNALS, signal.SIGINT))  # they reach the whole job; the parent says when it is over
+    outlives((*JOB_SIGNALS, signal.SIGINT))  # they reach the whole job; only the parent ends this process
     ends_forks_as_usual()
     answers = os.fdopen(os.dup(1), "wb")
     tasks = os.fdopen(os.dup(0), "rb", buffering=0)

@@ -109,7 +109,7 @@ def _accuracy(outputs: Any, batch: Any) -> dict[str, float]:
 
 
 def counted_part(batch: Any) -> float:
-    """Return the part of a batch's targets that cross entropy does not ignore; 1 where they have no values."""
+    """Return the fraction of a batch's targets that cross entropy does not ignore; 1 for fake targets."""
     classes = _target(batch)
     if isinstance(classes, FakeTensor):
         return 1.0
@@ -121,7 +121,7 @@ IGNORED = -100
 """Default `ignore_index` of torch's `cross_entropy`."""
 LOSSES = {"cross_entropy": _cross_entropy, "chunked_cross_entropy": _chunked_cross_entropy, "mse": _mse}
 COUNTS = {"cross_entropy": counted_part, "chunked_cross_entropy": counted_part}
-"""Part of a batch's targets over which a loss takes its mean, by the loss's name."""
+"""By a loss's name, the function that returns the fraction of a batch's targets over which the loss takes its mean."""
 METRICS = {"accuracy": _accuracy}
 
 
@@ -129,14 +129,14 @@ METRICS = {"accuracy": _accuracy}
 
 
 class _NotOfOneInput(Exception):
-    """The targets of a model's loss are not made of one of its inputs alone."""
+    """Raised where the targets of a model's loss are not made from one of the model's inputs alone."""
 
 
 def counted_by_model(chain: Chain) -> Callable[[Mapping[str, Tensor]], float] | None:
-    """Return a function from the inputs of a captured model to the part of its targets that its own loss counts, of
-    those that it would count if none were ignored. None where that loss is not torch's `cross_entropy` alone.
+    """Return a function from the inputs of a captured model to the number of targets that the model's own loss counts,
+    divided by their number without ignored labels. None where that loss is not torch's `cross_entropy` alone.
 
-    What the loss compares with is read from the graph: decoders of transformers shift their labels, others do not.
+    The captured graph computes the targets: decoders of transformers shift their labels, other models do not.
     """
     last = chain.layers[-1]
     if not isinstance(last.module, fx.GraphModule) or "loss" not in last.writes:
@@ -176,7 +176,7 @@ def counted_by_model(chain: Chain) -> Callable[[Mapping[str, Tensor]], float] | 
 
 
 def _targets_of(targets: fx.Node, inputs: Mapping[fx.Node, str]) -> tuple[str, fx.GraphModule]:
-    """Return the name of the input of which the targets are made, and the graph that makes them, on the CPU."""
+    """Return the name of the input from which the targets are made, and the graph that makes them on the CPU."""
     makers, graph, copies = makers_of([targets], _is_device), fx.Graph(), dict[fx.Node, Any]()
     names = [name for node, name in inputs.items() if node in makers]
     if len(names) != 1:
@@ -197,7 +197,7 @@ def _targets_of(targets: fx.Node, inputs: Mapping[fx.Node, str]) -> tuple[str, f
 
 
 def _is_device(node: fx.Node) -> bool:
-    """True for a tensor's device, whatever the tensor."""
+    """Return True for a node that reads a tensor's device."""
     return bool(node.target is getattr and node.args[1] == "device")
 
 
@@ -215,9 +215,9 @@ def workload(config: Config) -> DatasetWorkload:
 class DatasetWorkload(ModelWorkload):
     """Workload of a model, a data set, and a loss of outputs and batch.
 
-    The collate function makes a microbatch of its samples; each microbatch counts 1 / number of microbatches in the
-    minibatch's loss, or by the number of its targets that count. Validation leaves out samples that do not fill a last
-    microbatch.
+    The collate function joins samples into a microbatch. A microbatch's share of the minibatch's loss follows the
+    number of its targets that count, where known; else it is 1 / number of microbatches. Validation leaves out samples
+    that do not fill a last microbatch.
     """
 
     def __init__(self, config: Config) -> None:
@@ -249,7 +249,7 @@ class DatasetWorkload(ModelWorkload):
         return self._source("dataset", len(self._reader.dataset("dataset")))
 
     def val_data(self) -> DatasetSource | None:
-        """Return the samples of data.val, as many as fill microbatches."""
+        """Return the samples of data.val that fill whole microbatches; None without data.val."""
         dataset = self._reader.dataset("val")
         if dataset is None:
             return None
@@ -303,7 +303,7 @@ class DatasetWorkload(ModelWorkload):
         return inputs
 
     def _find_names(self, model: nn.Module | Chain) -> dict[str, str | int]:
-        """Return the inputs of the model that a batch has, each with its place in the batch."""
+        """Return the model's inputs that a batch has: input name -> key or index in the batch."""
         batch, listed = self._first, self._keys["inputs"]
         if isinstance(model, Chain):
             taken = list(model.inputs)
@@ -362,7 +362,7 @@ class DatasetWorkload(ModelWorkload):
         return self._with_loss(chain) if self._metric is None else chain
 
     def _warn_of_ignored(self) -> None:
-        """Say that microbatches count alike in a loss of the model's own whose targets are not known."""
+        """Warn where labels are ignored but microbatches have equal shares, since the loss's targets are not known."""
         ignoring = [
             name
             for name, tensor in self._inputs_of(self._first).items()
@@ -379,8 +379,8 @@ class DatasetWorkload(ModelWorkload):
             )
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """Return the user's loss of outputs and batch, times this microbatch's share: by the number of targets that
-        count, where the loss returns it or is one of this library's, which count them.
+        """Return the parts of the user's loss, times this microbatch's share of the minibatch. The share follows the
+        number of targets that count, where the loss returns it, or is one of this library's, or the model's own.
         """
         parts = self._parts(outputs, targets)
         counted = parts.pop(COUNTED, None)
@@ -395,7 +395,7 @@ class DatasetWorkload(ModelWorkload):
         return shares if counted is None else {**shares, COUNTED: counted}
 
     def _parts(self, outputs: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """Return the parts of a microbatch's mean loss and, where known, the number of targets that they count."""
+        """Return the parts of a microbatch's mean loss and, where known, the number or fraction of counted targets."""
         if self._loss_function is None:
             mean_loss = {"loss": outputs["loss"]}
             if self._counted_by_model is None:
@@ -502,7 +502,7 @@ class DatasetWorkload(ModelWorkload):
 
 
 class _Judge:
-    """Evaluator: means over microbatches, which are of one size; of losses, over the targets that count."""
+    """Evaluator: mean scores over microbatches, which have one size, and mean losses over the targets that count."""
 
     def __init__(self, workload: DatasetWorkload) -> None:
         self._workload = workload
@@ -523,8 +523,8 @@ class _Judge:
 
 
 def _weighted(value: Tensor, weight: float, outputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a mean, which may be an output itself, times its weight; for weight 0, where the mean is NaN, zero with a
-    gradient of zero.
+    """Return a mean times its weight; for weight 0, where the mean is NaN, zero with a gradient of zero. value: may be
+    an output itself.
     """
     if weight == 1.0:
         return value

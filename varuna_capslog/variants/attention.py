@@ -1,8 +1,8 @@
 """Attention of projected queries, keys and values: eager, by torch's fused kernels, or a chunk of queries at a time.
 
-A layer that holds one of these modules can be computed in each of the three ways (`registry`). None of them has
-parameters, so weights and checkpoints are the same for all. With dropout each drops other entries: the three are equal
-up to rounding only without dropout.
+A layer that holds one of these modules can be computed in each of the three ways (`registry`). The modules have no
+parameters, so weights and checkpoints are the same for all. Results are equal up to rounding, but only without dropout:
+each way drops other entries.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 
 
 QUERIES = 256
-"""Queries of one chunk: maps of [256, keys] are small beside the layer's other tensors, and fill a device."""
+"""Queries of one chunk: maps of [256, keys] are smaller than the layer's other tensors, but keep a device busy."""
 KEYS = 1024
-"""Keys of one chunk where they are split as well."""
+"""Keys of one chunk in `SplitKeysAttention`."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -61,34 +61,33 @@ class AttentionCore(nn.Module):
         return self.attend(q, k, v, bias, 1 / math.sqrt(q.shape[-1]))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        """Return softmax(scale q k^T + bias) v. q, k, v: as of `forward`. bias: as wide as [B, H, T, S], or 1 where it
-        is the same, without a gradient.
+        """Return softmax(scale q k^T + bias) v. q, k, v: as in `forward`. bias: four dimensions that broadcast to
+        [B, H, T, S], without a gradient.
         """
         raise NotImplementedError
 
     def of_block(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Return attention to one block of the keys, and the logarithm of their sum of exp(logit), for `merged`.
-        Arguments as of `forward`, of the block. Returns [B, H, T, D], zero where all keys of the block are hidden, and
-        [B, H, T], minus infinity there.
+        """Return attention to one block of keys [B, H, T, D], and the log-sum-exp of its logits [B, H, T], for
+        `merged`: 0 and minus infinity where all keys of the block are hidden. k, v, padding: those of the block.
         """
         nothing = padding.all(1)[:, None, None]
-        # rows without a visible key count as unmasked here and are zeroed afterwards: a softmax over no keys is NaN
+        # samples without a visible key are computed unmasked and zeroed afterwards: a softmax over no keys is NaN
         out, seen = self._with_sum(q, k, v, _bias(padding & ~nothing[:, 0], q.dtype), 1 / math.sqrt(q.shape[-1]))
         return out.masked_fill(nothing.unsqueeze(-1), 0.0), seen.masked_fill(nothing, -math.inf)
 
     def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return `attend`, and the log-sum-exp of each query's logits [B, H, T]."""
+        """Return the result of `attend`, and the log-sum-exp of each query's logits [B, H, T]."""
         return _in_chunks(q * scale, k, v, bias, self._how(q, max(k.shape[2], 1)))
 
     def _how(self, q: Tensor, keys: int) -> _How:
-        """Return the settings for chunks of the queries of q [B, H, T, D], and of `keys` keys."""
+        """Return the settings for queries q [B, H, T, D] and chunks of `keys` keys."""
         return _How(self.rate if self.training else 0.0, QUERIES, keys, (q.shape[0], q.shape[1]))
 
 
 def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
     """Return attention to all blocks of keys, from the results of `AttentionCore.of_block`, added in their order. The
-    weight of block j is exp(s_j) / (the sum of exp(s) over all blocks), where s is its log-sum-exp. So a block without
-    a visible key for a query adds nothing to it. Where no block has one, the result is NaN, as with a softmax.
+    weight of block j is exp(s_j) / (the sum of exp(s) over all blocks), where s is a block's log-sum-exp. So a block in
+    which a query sees no key has weight 0. A query that sees no key in any block gives NaN, as with a softmax.
     """
     most = torch.stack([sum_of_block.detach() for sum_of_block in seen]).amax(0)
     shift = most.masked_fill(most == -math.inf, 0.0)  # any constant will do: it cancels
@@ -100,13 +99,13 @@ def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
 
 
 class EagerAttention(AttentionCore):
-    """The [B * H, T, S] maps are computed one step after the other and kept for the backward, as
-    `nn.MultiheadAttention` does when asked for its weights.
+    """Attention that computes whole [B * H, T, S] maps and keeps them for the backward, as `nn.MultiheadAttention` does
+    with `need_weights`.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """See `AttentionCore`."""
-        # The same name three times: each map is as large as all other tensors, and must be freed when the next exists.
+        # One name for all three maps: a map is as large as all other tensors and must be freed when the next exists.
         maps = _all_logits(q, k, bias, scale)
         maps = maps.softmax(-1)
         maps = F.dropout(maps, self.rate, self.training)
@@ -149,7 +148,7 @@ class _SoftmaxAndSum(torch.autograd.Function):
 
 
 class SdpaAttention(AttentionCore):
-    """`torch.nn.functional.scaled_dot_product_attention`, whose kernels keep no map. kernels: choices; (): all."""
+    """Attention by torch's `scaled_dot_product_attention`. Fused kernels keep no map. kernels: allowed; (): all."""
 
     kernels: tuple[SDPBackend, ...] = ()
 
@@ -168,30 +167,30 @@ class SdpaAttention(AttentionCore):
 
 
 class SdpaMathAttention(SdpaAttention):
-    """`SdpaAttention` by matrices, whose maps are kept."""
+    """`SdpaAttention` by the math kernel, which keeps the maps."""
 
     kernels = (SDPBackend.MATH,)
 
 
 class SdpaEfficientAttention(SdpaAttention):
-    """`SdpaAttention` by the memory-efficient kernel; by matrices on a device, or for types, that it is not for."""
+    """`SdpaAttention` by the memory-efficient kernel, or the math kernel for devices and dtypes without it."""
 
     kernels = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 class SdpaFlashAttention(SdpaAttention):
-    """`SdpaAttention` by the flash kernel; by matrices on a device, or for types or masks, that it is not for."""
+    """`SdpaAttention` by the flash kernel, or the math kernel for devices, dtypes and masks without it."""
 
     kernels = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 
 
 class ChunkedAttention(AttentionCore):
-    """Attention maps of `queries` queries at a time. The backward computes each again, so that none is kept.
+    """Attention with the maps of `queries` queries at a time. The backward recomputes each map, so that none is kept.
 
-    A row of the map depends on one query alone: every output is that of `EagerAttention`. The gradients of keys and
-    values are sums over the chunks, first chunk first. With `keys` (None: all) each chunk sees that many keys at a
-    time, and the parts are merged: with the largest logit m so far and the sum l of exp(logit - m), the weight of each
-    part is exp(its m - the larger m). Both ideas: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
+    A row of the map depends on one query alone, so every output is that of `EagerAttention`. The gradients of keys and
+    values are sums over the chunks, first chunk first. With `keys` (None: all) a chunk takes that many keys at a time
+    and merges the partial results: with the largest logit m so far and the sum l of exp(logit - m), the weight of each
+    is exp(its m - the larger m). Both ideas: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
     """
 
     def __init__(self, rate: float = 0.0, queries: int = QUERIES, keys: int | None = None) -> None:
@@ -217,7 +216,7 @@ class SplitKeysAttention(ChunkedAttention):
 
 @dataclass(frozen=True)
 class _How:
-    """Settings of attention in chunks. rate: of dropped entries. queries, keys: of one chunk. heads: (B, H)."""
+    """Settings of attention in chunks. rate: of dropout. queries, keys: their numbers per chunk. heads: (B, H)."""
 
     rate: float
     queries: int
@@ -226,14 +225,14 @@ class _How:
 
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
-    """Run `_InChunks` on tensors with two dimensions, samples and heads, in the place of their first one."""
+    """Run `_InChunks` with samples and heads joined into one dimension, which is split again in the results."""
     out, seen = _InChunks.apply(*(tensor.flatten(0, 1) for tensor in (q, k, v)), bias, how)
     return out.unflatten(0, how.heads), seen.unflatten(0, how.heads)
 
 
 class _InChunks(torch.autograd.Function):
     """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and the bias of the logits. N: samples
-    and heads. Returns [N, T, D], and the log-sum-exp of the logits [N, T].
+    times heads. Returns [N, T, D], and the log-sum-exp of the logits [N, T].
     """
 
     @staticmethod
@@ -275,7 +274,7 @@ class _InChunks(torch.autograd.Function):
                         of_maps *= kept
                         dropped = maps * kept
                     of_v[:, columns] += torch.bmm(dropped.to(v.dtype).transpose(1, 2), upper)
-                    if len(parts) == 1:  # the same sum, whose rounding cancels where one key outweighs all others
+                    if len(parts) == 1:  # the same sum; its rounding cancels where one key outweighs all others
                         of_row = (of_maps * maps).sum(-1, keepdim=True)
                     # the softmax's own backward, and that of the log-sum-exp, whose gradient is the softmax
                     of_logits = of_maps.sub_(of_row if of_seen is None else of_row - of_seen[:, rows, None])
@@ -287,9 +286,9 @@ class _InChunks(torch.autograd.Function):
 
 
 class _Merged:
-    """Accumulates some rows of the output from one chunk of keys after the other. out: [N, rows, D], written by
-    `finish`. most, sums: [N, rows, 1], the largest logit of each row, and the sum of exp(logit - the largest). Where
-    all keys are hidden both outputs and gradients are NaN, as with a softmax.
+    """Accumulator of some rows of the output, one chunk of keys after the other. out: [N, rows, D], written by
+    `finish`. most, sums: [N, rows, 1], each row's largest logit, and the sum of exp(logit - largest logit). For rows
+    without a visible key, outputs and gradients are NaN, as with a softmax.
     """
 
     def __init__(self, out: Tensor, most: Tensor, sums: Tensor) -> None:
@@ -299,7 +298,7 @@ class _Merged:
     def add(self, logits: Tensor, v: Tensor, rate: float) -> None:
         """Add a chunk of keys. logits: [N, rows, keys], overwritten. v: [N, keys, D]."""
         most = torch.maximum(self._most, logits.amax(-1, keepdim=True))
-        shift = most.masked_fill(most == -math.inf, 0.0)  # no key is seen so far
+        shift = most.masked_fill(most == -math.inf, 0.0)  # no visible key so far
         maps = logits.sub_(shift).exp_()
         before = (self._most - shift).exp_()
         self._sums.mul_(before).add_(maps.sum(-1, keepdim=True))
@@ -323,7 +322,7 @@ def chunks(count: int, size: int) -> list[slice]:
 
 
 def wide_type(q: Tensor) -> torch.dtype:
-    """Return the dtype for sums over a tensor: float32 for 16 bits, else its own."""
+    """Return the dtype for sums over a tensor: float32 for 16 bits, else the tensor's own."""
     return torch.float32 if q.dtype in _HALVES else q.dtype
 
 
@@ -362,7 +361,7 @@ def _drawn_again(device: torch.device, state: Tensor) -> Iterator[None]:
 
 
 def put_in(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
-    """Compute all attention inside a layer by this kind. Returns the number of replaced modules; None without any."""
+    """Replace a layer's attention modules by this kind. Returns the number of changes; None without such modules."""
     places = [
         (module, name, child)
         for module in layer.modules()
@@ -375,20 +374,20 @@ def put_in(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
     return len(others) if places else None
 
 
-# -- Attention in the graphs of captured models, as transformers writes it eagerly, computed in another way.
+# -- Attention in the graphs of captured models: replaces the eager attention of transformers.
 #
-# The pattern on nodes: softmax(scale * (q @ k transposed) + mask), perhaps of another type and with dropout, @ v. Its
-# nodes become one call of an `AttentionCore`. `attention_everywhere` is what the registry's variants call.
+# The pattern of nodes is softmax(scale * (q @ k transposed) + mask) @ v. The softmax may be converted to another dtype
+# and followed by dropout. These nodes become one call of an `AttentionCore`. Variants call `attention_everywhere`.
 
 
 _ATEN = torch.ops.aten
 _SCALED = {_ATEN.mul.Tensor: 1, _ATEN.div.Tensor: -1}
-"""Operators, and the power of the scale that they multiply by."""
+"""Operators that scale the logits by a number, and the exponent of that number."""
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """A place of the pattern in a graph. nodes: in their order; the last one is the product with the values."""
+    """Match of the pattern in a graph. nodes: in graph order; the last node is the product with the values."""
 
     q: fx.Node
     k: fx.Node
@@ -400,7 +399,7 @@ class _Attention:
 
 
 class _Attend(nn.Module):
-    """Module that the graph calls for attention. core: computes it. scale: of the logits."""
+    """Module that the graph calls for attention. core: computes the attention. scale: factor of the logits."""
 
     def __init__(self, core: AttentionCore, scale: float) -> None:
         super().__init__()
@@ -414,8 +413,8 @@ class _Attend(nn.Module):
 
 
 def attention_everywhere(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
-    """Compute all attention inside a layer by this kind: cores (`put_in`), and places in captured graphs. Returns the
-    number of places that it changed, None if there are none.
+    """Compute all attention inside a layer by this kind: modules (`put_in`), and patterns in captured graphs. Returns
+    the number of changed places; None if there are none.
     """
     changed = put_in(layer, kind)
     for module in [part for part in layer.modules() if isinstance(part, fx.GraphModule)]:
@@ -441,8 +440,8 @@ def _replace(module: fx.GraphModule, kind: type[AttentionCore]) -> None:
 
 
 def take_graph(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Make the module run this graph; its attributes do not change, neither the parameters nor their order."""
-    # a module and its copies share one class with the code of the graph, so this one gets a class of its own
+    """Make the module run this graph; its attributes, parameters and their order stay."""
+    # copies of a module share one class, which holds the graph's code, so this module gets a class of its own
     built = type(module).__mro__[1](module, graph)
     held = ("_modules", "_parameters", "_buffers", "training")
     vars(module).update({name: value for name, value in vars(built).items() if name not in held})
@@ -500,7 +499,7 @@ def _place(module: fx.GraphModule, softmax: fx.Node) -> _Attention | None:
 
 
 def _swaps_last(node: fx.Node) -> bool:
-    """True where the node swaps the last two of four dimensions."""
+    """Return True if the node swaps the last two of four dimensions."""
     return node.target is _ATEN.transpose.int and {int(dim) % 4 for dim in node.args[1:3]} == {2, 3}  # type: ignore[arg-type]
 
 

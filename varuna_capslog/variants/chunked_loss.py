@@ -1,8 +1,8 @@
 """Cross entropy of many classes in chunks of rows, from existing logits, or from logits that are made chunk by chunk.
 
-Plain cross entropy of logits [N, V] holds them, their log-softmax and two gradients, each [N, V]. In chunks it holds
-only the logits and one gradient (`chunked_cross_entropy`, a loss that configs may name), or neither: the variant
-`chunked-loss` joins the last linear layer of a captured model with the loss, where nothing else reads its logits.
+Plain cross entropy holds the logits, their log-softmax and two gradients, each [N, V]. `chunked_cross_entropy`, a loss
+that configs may name, holds only the logits and one gradient. The variant `chunked-loss` holds neither: it joins the
+last linear layer of a captured model with the loss, if nothing else reads the layer's logits.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from varuna_capslog.variants.attention import chunks, take_graph, wide_type
 __all__ = ["chunked_cross_entropy", "chunked_loss", "leave_logits"]
 
 ROWS = 256
-"""Of one chunk: so many rows of logits are small beside all of them, and fill a device."""
+"""Rows of one chunk: their logits are a small part of all logits, but keep a device busy."""
 _ATEN = torch.ops.aten
 
 
 def chunked_cross_entropy(logits: Tensor, classes: Tensor, ignored: int = -100, rows: int = ROWS) -> Tensor:
-    """Return `torch.nn.functional.cross_entropy`: the mean over the rows that count; float32 for logits of 16 bits. It
-    keeps the logits and one number for each row; the backward computes the softmax again, a chunk at a time, and writes
-    it into the gradient.
+    """Return the mean of `torch.nn.functional.cross_entropy` over the rows that count, in float32 for 16-bit logits.
+    The forward saves the logits and one number per row; the backward recomputes the softmax chunk by chunk and writes
+    it into the gradient's memory.
 
     Args:
         logits, classes: [N, V], and [N] whole numbers.
         ignored: rows of this class do not count; the mean of no rows is NaN, and its gradient is zero.
-        rows: of one chunk.
+        rows: number of rows in a chunk.
     """
     loss: Tensor = _Chunked.apply(logits, None, None, classes, _Rows(ignored, rows, wide_type(logits)))
     return loss
@@ -50,8 +50,8 @@ class _Rows:
 
 
 class _Chunked(torch.autograd.Function):
-    """Loss of x [N, D], weight [V, D] and bias [V], with logits made chunk by chunk, and again in the backward, as in
-    `attention.ChunkedAttention`; or of logits x, without weight and bias.
+    """Loss of x [N, D], weight [V, D] and bias [V]. The forward makes the logits chunk by chunk, and the backward makes
+    them again, as in `attention.ChunkedAttention`. Without weight and bias, x is the logits.
     """
 
     @staticmethod
@@ -63,10 +63,10 @@ class _Chunked(torch.autograd.Function):
                 logits = _logits(x[rows], weight, bias).to(how.dtype)
                 of_class[rows] = logits.gather(1, _column(classes[rows], counts[rows])).squeeze(1)
                 most = logits.amax(-1, keepdim=True)
-                # not logsumexp, which copies them
+                # not logsumexp, which copies the logits
                 maps = logits.sub(most) if _is_given(x, weight, how) else logits.sub_(most)
                 seen[rows] = maps.exp_().sum(-1).log_().add_(most.squeeze(1))
-                del logits, maps  # before the next chunk's are made
+                del logits, maps  # before the next chunk's logits are made
         ctx.how = how
         ctx.save_for_backward(x, weight, bias, classes, seen)
         return (seen - of_class).masked_fill_(~counts, 0.0).sum() / counts.sum()
@@ -76,7 +76,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, upper: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, classes, seen = ctx.saved_tensors
         how, counts = ctx.how, classes != ctx.how.ignored
-        # of a row: its part of the mean, or nothing
+        # each row's share of the mean; 0 for rows that do not count
         factor = torch.where(counts, upper.to(how.dtype) / counts.sum(), 0.0)[:, None]
         of_x = torch.empty_like(x)
         of_weight, of_bias = (
@@ -85,7 +85,7 @@ class _Chunked(torch.autograd.Function):
         )
         with torch.autocast(x.device.type, enabled=False):
             for rows in chunks(x.shape[0], how.rows):
-                if _is_given(x, weight, how):  # the gradient is made in its place
+                if _is_given(x, weight, how):  # compute in the gradient's memory
                     maps = torch.sub(x[rows], seen[rows, None], out=of_x[rows])
                 else:
                     maps = _logits(x[rows], weight, bias).to(how.dtype).sub_(seen[rows, None])
@@ -109,7 +109,7 @@ def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _is_given(x: Tensor, weight: Tensor | None, how: _Rows) -> bool:
-    """True where the logits of a chunk are a part of x."""
+    """Return True if a chunk's logits are a view of x, so that they must not be overwritten."""
     return weight is None and x.dtype == how.dtype
 
 
@@ -133,8 +133,8 @@ def _as(total: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 class _Loss(nn.Module):
-    """Loss of logits [N, V] and classes [N]; for other targets, such as probabilities, the plain one. ignored: see
-    `chunked_cross_entropy`. dtype: to which the graph converts logits before; None: no conversion.
+    """Loss of logits [N, V] and classes [N], in chunks; torch's loss for other targets, such as probabilities. ignored:
+    see `chunked_cross_entropy`. dtype: to which the graph converts logits before the loss; None: no conversion.
     """
 
     def __init__(self, ignored: int, dtype: torch.dtype | None = None) -> None:
@@ -150,7 +150,7 @@ class _Loss(nn.Module):
 
     @staticmethod
     def takes(logits: Tensor, classes: Tensor) -> bool:
-        """True where there is one class for each row."""
+        """Return True if there is one class for each row."""
         return logits.dim() == 2 and classes.dim() == 1 and not classes.is_floating_point()
 
     def of(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, classes: Tensor) -> Tensor:
@@ -160,9 +160,9 @@ class _Loss(nn.Module):
 
 
 class _LinearLoss(_Loss):
-    """A linear layer and the loss of its logits. joined: the last of the dimensions that the graph joins to rows; None:
-    it does not reshape logits. place: of the logits among the outputs of the graph; None: they stay inside. whole: the
-    logits are read, so that they are made.
+    """Linear layer and the loss of its logits. joined: last of the dimensions that the graph flattens to rows; None: no
+    reshape. place: index of the logits among the graph's outputs; None: they are no output. whole: True if the logits
+    are read, so that they must be made whole.
     """
 
     def __init__(self, ignored: int, dtype: torch.dtype | None, joined: int | None, place: int | None) -> None:
@@ -184,8 +184,8 @@ class _LinearLoss(_Loss):
 
 
 def chunked_loss(layer: nn.Module) -> int | None:
-    """Compute every mean cross entropy of unweighted classes in a captured graph in chunks, with the linear layer
-    before it if nothing else in the graph reads its outputs. Returns the number of places that it changed, None if
+    """Compute in chunks every mean cross entropy of unweighted classes in a captured graph, with the linear layer
+    before it if nothing else in the graph reads that layer's outputs. Returns the number of changed places; None if
     there are none.
     """
     if any(isinstance(part, _Loss) for part in layer.modules()):

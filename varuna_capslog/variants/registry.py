@@ -1,4 +1,4 @@
-"""Variants that are known by name: put into the layers of a chain, and compared with the plain layers."""
+"""Registry of variants by name: applies them to the layers of a chain, and compares them with the plain layers."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ __all__ = [
 # -- Variants by name
 #
 # A variant rewrites one layer in place and leaves its parameters and their names as they are. Its numerical class
-# tells how close its results are to those of the layer as the model's config has it. Users add variants with
-# `register`, or with an entry point of the group `varuna_capslog.variants` that names a `Variant`.
+# limits the difference between its results and those of the configured layer. Users add variants with `register`, or
+# with an entry point of the group `varuna_capslog.variants` that names a `Variant`.
 
 
 NUMERICS = {"same": "the same bits", "close": "results within 1e-5", "loose": "results within 1e-2"}
-"""Numerical classes, the strictest first, and what each promises against the layer as configured."""
+"""Numerical classes, strictest first, and the agreement with the configured layer that each promises."""
 
 TOLERANCES = {"same": 0.0, "close": 1e-5, "loose": 1e-2}
-"""What each promises as a part of the largest value; see `check.difference`."""
+"""Largest difference allowed by each numerical class, relative to the largest value; see `difference`."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,14 @@ class Variant:
     """A way to compute a layer.
 
     Attributes:
-        name, numerics: as configs call it, and its class, a key of `NUMERICS`.
-        rewrite: changes a layer's module in place; returns the number of changed parts, or None where the layer has
-            nothing that the variant is for.
-        searched: planners may choose it, which takes runs of every layer that it is for; else only where
-            `profile.variants` or `variants` of a config name it.
-        estimated: an estimate knows what it costs; else planners choose it by measured profiles alone.
-        joined: neighbours that have it need no conversion between them, so that together they take less than alone.
+        name, numerics: the name in configs, and the numerical class, a key of `NUMERICS`.
+        rewrite: changes a layer's module in place; returns the number of changed parts, or None for a layer to which
+            the variant does not apply.
+        searched: True if planners may choose it, which costs profile runs of every layer to which it applies; else only
+            `profile.variants` or `variants` of a config can choose it.
+        estimated: True if an estimated profile has its costs; else planners choose it by measured profiles alone.
+        joined: True if neighbours with this variant need no conversion between them, so a pair of them costs less than
+            its two layers alone.
     """
 
     name: str
@@ -96,7 +97,7 @@ _ATTENTION = {
     "sdpa-flash": SdpaFlashAttention,
 }
 _SEARCHED = ("eager", "sdpa", "chunked")
-"""Of these; the others are for users who know why: what they gain, if anything, `chunked` or `sdpa` mostly do too."""
+"""Attention variants that planners may choose; the others rarely gain more than `chunked` or `sdpa`."""
 _registered: dict[str, Variant] = {
     **{
         name: Variant(name, "close", functools.partial(attention_everywhere, kind=kind), name in _SEARCHED)
@@ -111,7 +112,7 @@ _registered: dict[str, Variant] = {
 
 
 def register(variant: Variant) -> None:
-    """Register a variant in this process. Raises CapslogError where another one has its name."""
+    """Register a variant in this process. Raises CapslogError where another variant has its name."""
     if _registered.setdefault(variant.name, variant) != variant:
         raise CapslogError(f"there is a variant {variant.name!r} already; give yours another name")
 
@@ -142,14 +143,14 @@ def variant_named(name: str) -> Variant:
 
 
 def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
-    """Return layer -> name of the variant that a config's `variants` choose for it.
+    """Return layer number -> name of the variant that a config's `variants` choose for the layer.
 
     Args:
         names: of every layer of a chain.
         choices: pattern of layers' names (`*`, `?`, `[...]`; `#3`: layer 3) -> name of a variant; the last match holds.
 
     Raises:
-        CapslogError: a variant that is not known, or a pattern that matches no layer; it says the nearest name.
+        CapslogError: an unknown variant, or a pattern that matches no layer; the message has the nearest name.
     """
     fields.refuse_unknown(list(choices.values()), list(known_variants()), "variant")
     wanted: dict[int, str] = {}
@@ -159,8 +160,8 @@ def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
 
 
 def layers_meant(names: Sequence[str], pattern: str, key: str) -> list[int]:
-    """Return the numbers of the layers that a pattern matches; see `matched`. key: of the config, for the error. Raises
-    CapslogError, with the nearest name, where there are none.
+    """Return the numbers of the layers that a pattern matches; see `matched`. Raises CapslogError, with the config's
+    `key` and the nearest name, where no layer matches.
     """
     matching = [number for number, layer in enumerate(names) if _is_meant(pattern, number, layer)]
     if not matching:
@@ -179,7 +180,7 @@ def _is_meant(pattern: str, number: int, name: str) -> bool:
 def apply_variants(
     layers: Sequence[tuple[str, nn.Module]], choices: Mapping[str, str], numerics: str = "same"
 ) -> dict[int, str]:
-    """Rewrite layers in place; return layer -> variant, for every layer that a variant is for.
+    """Rewrite layers in place; return layer number -> variant, for every layer to which its variant applies.
 
     Args:
         layers: name and module of every layer of a chain.
@@ -187,7 +188,7 @@ def apply_variants(
         numerics: the weakest numerical class that is allowed.
 
     Raises:
-        CapslogError: as `matched`; a variant of a weaker class; a pattern of layers none of which its variant is for.
+        CapslogError: as `matched`; a variant of a weaker class; a pattern whose variant applies to none of its layers.
     """
     variants, classes = known_variants(), list(NUMERICS)
     applied: dict[int, str] = {}
@@ -214,13 +215,12 @@ def apply_variants(
 def tell_readers(
     layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
 ) -> None:
-    """Tell the layers of one chain, some of them rewritten, the readers of their outputs: layouts that neighbours share
-    are not converted, and logits that nothing reads are not made whole. The results of a layer do not depend on it, and
-    it does not depend on cuts.
+    """Remove work for outputs that their readers do not need: conversions between channels-last layers of a chain, and
+    logits that nothing reads. Results do not change, and the removed work is the same for all cut lists.
 
     Args:
-        layers, writes: all of the chain, and the names of each layer's outputs, in order.
-        readers: (name, layer that writes it) -> the layers that read it, rising; the loss is the one behind the last.
+        layers, writes: all layers of the chain, some of them rewritten, and the names of each layer's outputs.
+        readers: (tensor, its layer) -> layers that read it, ascending; the loss counts as a layer behind the last.
     """
     leave_layouts(layers, writes, readers)
     leave_logits(layers, writes, readers)
@@ -233,12 +233,12 @@ def tell_readers(
 
 
 _LEAST = 1e-3
-"""A gradient far below the layer's largest one is compared by this part of the latter (rule 1 of the engine)."""
+"""Lower bound of a gradient's divisor, as a fraction of the layer's largest gradient (rule 1 of the engine)."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference of two layers: the tensor (`what`), and its part of the largest value; 0: the same bits."""
+    """Largest difference of two layers. what: the tensor's name. part: relative difference; 0: the same bits."""
 
     what: str
     part: float
@@ -255,14 +255,14 @@ def difference(
     """Run both layers forward and backward on the same values, and return their largest difference.
 
     Outputs are compared by max|a - b| / max|b|, gradients by max|a - b| / max(max|b|, 1e-3 of the largest gradient of
-    the layer). Layers that draw random numbers in training run in eval mode, all others in the mode that they are in.
+    the layer). Layers that draw random numbers in training run in eval mode, all others in their present mode.
 
     Args:
-        plain, rewritten: with the same parameters' names and values, in the mode that they train in; they keep it.
-        arguments: of the layer; gradients are also compared of those that require one.
-        gradients: compare them too.
-        call: runs in the place of `rewritten`, such as its compiled code; None: the module itself.
-        unread: numbers of outputs that nothing reads: they are not compared, and have no gradient.
+        plain, rewritten: layers with equal parameter names and values, in the modes in which they train.
+        arguments: inputs of the layer; gradients of inputs that require one are compared, too.
+        gradients: True: compare gradients, too.
+        call: runs in place of `rewritten`, such as its compiled code; None: `rewritten` itself.
+        unread: indices of outputs that nothing reads: they are not compared, and have no gradient.
 
     Raises whatever one of the layers raises on these arguments.
     """
@@ -297,7 +297,7 @@ def difference(
 
 
 def _is_random(layer: nn.Module, arguments: Sequence[Tensor]) -> bool:
-    """True where two calls give different outputs."""
+    """Return True if two random seeds give different outputs."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = []
         for seed in (0, 1):
@@ -332,7 +332,7 @@ def _results(
         ends = [output for output in outputs.values() if output.requires_grad]
         if with_gradients and ends and wanted:
             torch.manual_seed(1)
-            # not randn_like, whose values follow the memory of the output
+            # not randn_like, whose values depend on the output's memory format
             upper = [torch.randn(output.shape, dtype=output.dtype) for output in ends]
             gradients = torch.autograd.grad(ends, [tensor for _, tensor in wanted], upper, allow_unused=True)
             compared += [

@@ -1,8 +1,8 @@
-"""Runs whole layers in another memory format or dtype, by other kernels, or compiled, with the outputs of plain layers.
+"""Variants of a whole layer: channels last, bfloat16, CPU kernels without oneDNN, and torch.compile.
 
-The layer's module keeps all its attributes; it gets a class whose `forward` wraps the plain one. Conversions at its
-borders are a part of the layer, and so of its costs: neighbours see tensors as before. A compiled layer is only marked
-here: the engine compiles it before a step (`engine/compiling`), as it does all layers with `train.compile`.
+A variant gives the layer's module a subclass whose `forward` wraps the plain one; all attributes stay. The layer itself
+converts its inputs and outputs, so its costs include the conversions, and its neighbours see plain tensors. A compiled
+layer is only marked here; `engine/compiling` compiles it before a step, like all layers with `train.compile`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["backend_of", "compiled", "in_bfloat16", "in_channels_last", "leave_l
 
 class _ChannelsLast(nn.Module):
     left: frozenset[int] = frozenset()
-    """Places of the outputs that only layers with channels last read: they stay as they are."""
+    """Indices of the outputs that stay in channels last, because only channels-last layers read them."""
 
     def forward(self, *tensors: Any) -> Any:
         outputs = super().forward(*(_laid_out(tensor, torch.channels_last) for tensor in tensors))
@@ -41,7 +41,7 @@ def _laid_out(tensor: Any, memory_format: torch.memory_format) -> Any:
 class _Bfloat16(nn.Module):
     def forward(self, *tensors: Any) -> Any:
         device = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), "cpu")
-        if torch.is_autocast_enabled(device):  # the whole run is
+        if torch.is_autocast_enabled(device):  # the whole run is under autocast
             return super().forward(*tensors)
         with torch.autocast(device, torch.bfloat16):
             outputs = super().forward(*tensors)
@@ -54,10 +54,10 @@ def _wide(tensor: Any) -> Any:
 
 class _WithoutOnednn(nn.Module):
     inside = False
-    """An operator of its backward works, or has raised: oneDNN is off."""
+    """True while oneDNN is off for an operator of the layer's backward, and after that operator has raised."""
 
     def train(self, mode: bool = True) -> Any:
-        """Leave oneDNN on: the engine calls this after a step that failed, perhaps inside this layer's backward."""
+        """Switch oneDNN on again if the layer's backward has raised; the engine calls `train` after a failed step."""
         if self.inside:
             self._leave()
         return super().train(mode)
@@ -71,7 +71,7 @@ class _WithoutOnednn(nn.Module):
         self.inside = False
 
     def forward(self, *tensors: Any) -> Any:
-        if not torch.backends.mkldnn.enabled:  # the whole process is without it
+        if not torch.backends.mkldnn.enabled:  # oneDNN is off for the whole process
             return super().forward(*tensors)
         before = {tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)}
         with _switched_off():
@@ -101,8 +101,8 @@ def _switch_on() -> None:
 
 
 def _nodes(outputs: Iterable[Any], before: set[Any]) -> set[Node]:
-    """Return the nodes that a backward of the layer runs; their kernels choose again whether they use oneDNN. before:
-    the nodes that made its inputs. A parameter's gradient is only added there, without a kernel of oneDNN.
+    """Return the autograd nodes of the layer's backward, whose kernels choose again whether to use oneDNN, except those
+    that only add up a parameter's gradient. before: the nodes that made the layer's inputs.
     """
     nodes, waiting = set[Node](), [tensor.grad_fn for tensor in outputs if isinstance(tensor, Tensor)]
     while waiting:
@@ -115,7 +115,7 @@ def _nodes(outputs: Iterable[Any], before: set[Any]) -> set[Node]:
 
 class _Compiled(nn.Module):
     backend = "inductor"
-    """Of torch.compile."""
+    """Backend of torch.compile."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -132,7 +132,7 @@ def _wrap(layer: nn.Module, kind: Any) -> int:
 
 
 def in_channels_last(layer: nn.Module) -> int | None:
-    """Run convolutions of images on [B, H, W, C] in memory, which many kernels prefer; None for layers without them."""
+    """Run 2-D convolutions on tensors in channels last, which many kernels prefer; None for layers without them."""
     kinds = nn.Conv2d, nn.ConvTranspose2d
     return _wrap(layer, _ChannelsLast) if any(isinstance(module, kinds) for module in layer.modules()) else None
 
@@ -142,7 +142,7 @@ def leave_layouts(
     writes: Sequence[Sequence[str]],
     readers: Mapping[Any, Sequence[int]],
 ) -> None:
-    """Remove the conversions between layers of one chain that have channels last; see `registry.tell_readers`."""
+    """Remove the conversions between channels-last layers of one chain. Args: see `registry.tell_readers`."""
     inside = {number: layer for number, layer in enumerate(layers) if isinstance(layer, _ChannelsLast)}
     for number, layer in inside.items():
         read = [set(readers.get((name, number), ())) for name in writes[number]]
@@ -159,9 +159,9 @@ def in_bfloat16(layer: nn.Module) -> int | None:
 
 
 def without_onednn(layer: nn.Module) -> int | None:
-    """Run forward and backward by torch's own CPU kernels; None for layers without products. torch has one switch for
-    the whole process. It is off while the layer runs, so no other thread of the process may compute beside it. Without
-    oneDNN, and on other devices, the layer is the plain one.
+    """Run forward and backward by torch's own CPU kernels; None for layers without matrix products. torch's switch for
+    oneDNN holds for the whole process, so no other thread of the process may compute while the layer runs. On other
+    devices, or where oneDNN is off, the layer computes as the plain one.
     """
     wide = any(parameter.dim() > 1 for parameter in layer.parameters()) or any(
         isinstance(module, fx.GraphModule) for module in layer.modules()
@@ -170,7 +170,7 @@ def without_onednn(layer: nn.Module) -> int | None:
 
 
 def compiled(layer: nn.Module, backend: str = "inductor") -> int | None:
-    """Mark a layer for separate compilation by `backend`; None for one with running statistics, which hooks collect."""
+    """Mark a layer for compilation by `backend`; None for a layer with running statistics, which hooks collect."""
     if any(isinstance(module, _Norm) and module.running_mean is not None for module in layer.modules()):
         return None
     changed = _wrap(layer, _Compiled)

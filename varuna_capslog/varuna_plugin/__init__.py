@@ -4,8 +4,8 @@
     plugin.install()
     plugin.configure(cuts="plan.json")
 
-Nothing here needs Varuna to be imported; `install` looks for it. Varuna is never part of this project: see
-docs/varuna.md for where to get it and for what is patched and why.
+This package imports without Varuna; `install` looks for it. Varuna is no part of this project: docs/varuna.md says
+where to get it, what is patched, and why.
 """
 
 from varuna_capslog.varuna_plugin.elastic_run import ElasticEnd, run_elastic

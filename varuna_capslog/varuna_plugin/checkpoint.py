@@ -1,8 +1,8 @@
 """Checkpoints in Varuna's layout: one file per piece and kind, so that they load under any cut list.
 
 Replaces `Varuna.checkpoint` and `load_checkpoint`. Checkpoints also hold state that Varuna leaves out (buffers,
-learning rates by parameter, random state) and a manifest with sizes and digests. They are written under a temporary
-name and renamed when all ranks are done. Files of unpatched Varuna, without manifest, load too.
+learning rates by parameter, random state) and a manifest with sizes and digests. A checkpoint is written under a
+temporary name and renamed when all ranks are done. Files of unpatched Varuna, without manifest, load too.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ __all__ = [
 #
 # A checkpoint (`varuna_ckpt_<step>`) has Varuna's layout, one file per piece and kind, with a manifest where the
 # plugin wrote it. A member of an elastic run that must stop between two checkpoints writes the pieces that it holds
-# into `run_dir/held/`. The next run begins with the newest boundary of which every piece is there, if that is newer
-# than the last checkpoint. Nothing here knows ranks, stages or a model.
+# into `run_dir/held/`. The next run begins with the newest boundary that has all pieces, if it is newer than the last
+# checkpoint. The functions of this section know no ranks, stages or model.
 
 
 MANIFEST = "capslog-manifest.json"
@@ -61,24 +61,24 @@ PARAMETERS, STATE, COMMON = "opt-fp32-params-{}", "opt-state-{}", "opt-common-st
 EXTRA = "capslog-extra-{}"
 _MOST_PIECES = 100_000
 RESUMED = "resumed-"
-"""Folders in a run's, with the step behind it: boundaries that members left and a later run began with."""
+"""Prefix, before a step, of folders in the run's folder: boundaries that members left, from which a later run began."""
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """Step and path of the newest complete checkpoint that the plugin wrote; None without one."""
+    """Return step and path of the newest complete checkpoint that the plugin wrote; None without a checkpoint."""
     steps = _numbered("varuna_ckpt_", (path.parent for path in folder.glob(f"varuna_ckpt_*/{MANIFEST}")))
     return max(steps.items()) if steps else None
 
 
 def _numbered(prefix: str, paths: Iterable[Path]) -> dict[int, Path]:
-    """Paths by the number behind the prefix of their names; paths of other names are left out."""
+    """Return the paths by the number behind the prefix of their names; other paths are left out."""
     return {int(match[1]): path for path in paths if (match := re.fullmatch(f"{prefix}([0-9]{{1,18}})", path.name))}
 
 
 def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> LayerState:
     """Read parts of a checkpoint that the plugin wrote, in the form of `training.layer_state`.
 
-    Raises CapslogError where it is damaged, incomplete, of unpatched Varuna, or lacks a name.
+    Raises CapslogError for a checkpoint that is damaged, incomplete, of unpatched Varuna, or lacks a name.
     """
     reader = Reader(place, check=True)
     if reader.manifest is None:
@@ -139,7 +139,7 @@ class Reader:
             )
 
     def piece(self, pattern: str, piece: int) -> dict[str, Any]:
-        """Content of a piece's file, its shards together; empty where there is none."""
+        """Return the content of a piece's file, or of its shards together; empty without a file."""
         name = pattern.format(piece)
         if name not in self._cache:
             piece_file = self.folder / name
@@ -148,7 +148,7 @@ class Reader:
         return dict(self._cache[name])
 
     def file(self, path: Path) -> Any:
-        """Content of a file, checked against the manifest where there is one."""
+        """Return the content of a file, checked against the manifest, if any."""
         if self.check and self.manifest is not None:
             entry = self.manifest["files"].get(path.name)
             if entry is None or not path.is_file() or files.digest_of(path) != entry["digest"]:
@@ -156,7 +156,7 @@ class Reader:
         return read_file(path, "load an older checkpoint")
 
     def search(self, pattern: str, names: Collection[str], part: str | None = None) -> dict[str, Any]:
-        """Entries of `names`, searched first in their expected pieces, then in all pieces."""
+        """Return the entries of `names`, searched first in their expected pieces, then in all pieces."""
         entries: dict[str, Any] = {}
         for piece in [*sorted({self._home[name] for name in names if name in self._home}), *self.pieces]:
             if len(entries) == len(names):
@@ -183,13 +183,13 @@ def write_held(
 
 
 def begin_with(run_dir: Path) -> tuple[int, Path | None]:
-    """Step after which a run continues, and the folder of its state; (0, None) at the very beginning. Called by one
+    """Return the step after which a run continues, and the folder of its state; (0, None) for a new run. Called by one
     process before a run starts. The generations begin anew, so unusable state of an earlier run is removed.
     """
     newest_checkpoint: tuple[int, Path | None] = newest(run_dir / "checkpoints") or (0, None)
 
     def take(place: Path, step: int, about: Mapping[str, Any]) -> Path | None:
-        """Move a complete boundary into a folder of its own; return None for an incomplete one."""
+        """Move a complete boundary into a folder of its own; return None for an incomplete boundary."""
         count = fields.whole(about.get("num_pieces"), f"{run_dir}/held: num_pieces", 1)
         if not all(_file(place, piece).exists() for piece in range(count)):
             return None
@@ -208,7 +208,7 @@ def begin_with(run_dir: Path) -> tuple[int, Path | None]:
 
 
 def read_held(folder: Path, piece: int) -> LayerState:
-    """Read a piece's state from such a folder. Raises CapslogError where it cannot be read."""
+    """Read a piece's state from a folder of `begin_with`. Raises CapslogError where it cannot be read."""
     state: LayerState = read_file(_file(folder, piece), f"remove {folder} to use the last checkpoint")
     return state
 
@@ -241,18 +241,18 @@ def save(
     Args:
         global_store: a folder that all ranks see.
         step: default: steps done so far.
-        tempdir: taken for compatibility; where it is given, a finished future is returned, as callers wait for one.
-        shard, on_demand: taken for compatibility; replica 0 writes whole files, which every reader takes.
+        tempdir: accepted for compatibility; with it, a finished future is returned, as callers wait for a future.
+        shard, on_demand: accepted for compatibility; replica 0 writes whole files, which every reader accepts.
 
     Raises:
-        CapslogError: on every rank, when any could not write; an older checkpoint of that name is untouched.
+        DiskFailed: on every rank, when any rank could not write; an older checkpoint of that name is untouched.
     """
     _refuse_trimmed(self)
     step = self.iteration if step is None else step
     folder = Path(global_store)
     partial = folder / f".partial-varuna_ckpt_{step}"
     entries: dict[str, Any] = {}
-    # one rank alone: a folder that a broken attempt left must not go while another rank makes its own
+    # by rank 0 alone, before others write: it removes the folder that a broken attempt left
     _agree(self, _attempt(lambda: _empty(partial)) if self.rank == 0 else None, folder, step)
     problem = _attempt(lambda: entries.update(_write_own(self, partial)))
     gathered = _gather(self, (problem, entries))
@@ -285,7 +285,7 @@ def _refuse_trimmed(self: Any) -> None:
 
 
 def _attempt(work: Callable[[], object]) -> str | None:
-    """Do the work; return its error as text, or None."""
+    """Call `work`; return its error as text, or None."""
     try:
         work()
     except (OSError, CapslogError) as error:
@@ -356,7 +356,7 @@ def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[s
     for stage, ranks in self.stage_to_rank_map.items():
         held = sum(partition.stage_of(partition.home[name]) == stage for name in partition.trace.parameters)
         for rank in ranks:
-            # Varuna adds these up and wants the number of parameters, and one more for a name that it made up
+            # Varuna wants these counts to add up to the number of parameters, plus one for a name of its own
             count = held + int(stage == 0) if rank == ranks[0] else 0
             (partial / "markers" / f"complete_{rank}.txt").write_text(str(count), encoding="utf-8")
     files.write_json(
@@ -376,7 +376,7 @@ def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[s
 
 
 def _held(self: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """This stage's parameters and the buffers that belong into a file, by name."""
+    """Return this stage's parameters, and its buffers that belong into a file, by name."""
     model = self.partitioned_model.module
     persistent = model.state_dict()
     parameters = {name: parameter for name, parameter in model.named_parameters() if name != ANCHOR}
@@ -401,7 +401,7 @@ def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_
             values of missing parameters, with a warning.
 
     Raises:
-        CapslogError: on every rank, when any cannot load; parameters may then be partly taken over.
+        CapslogError: on every rank, when any rank cannot load; some parameters may then be overwritten.
     """
     _refuse_trimmed(self)
     if self.optimizer is None:
@@ -456,7 +456,7 @@ def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reade
 
 
 def _take_groups(self: Any, reader: Reader, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Load learning rates and other group settings: by parameter where the file has that, else by position."""
+    """Load learning rates and other group settings: by parameter from the plugin's files, by position from Varuna's."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     if reader.manifest is not None:
         saved_groups = reader.search(EXTRA, parameters, "groups")

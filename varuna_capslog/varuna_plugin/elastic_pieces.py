@@ -1,4 +1,4 @@
-"""The training of an elastic run on Varuna: the user's factories and numbers, and the pieces of the user's model.
+"""Training of an elastic run on Varuna: the user's functions and settings, and the pieces of the user's model.
 
 A piece is the part of the model between two CutPoints. Its state has the form of `training.layer_state`, with names of
 the whole model. State that several pieces share is in the state of each, so that a stage can be built from its own
@@ -27,28 +27,28 @@ from varuna_capslog.varuna_plugin.tracing import Trace, trace_model
 __all__ = ["ElasticTraining", "ModelPieces", "OptimizerRecipe", "PieceFollower", "capture", "install", "names_of"]
 
 _STATE_FACTOR = 3
-"""Bytes of a trained parameter with two moments, as multiples of its own."""
+"""Bytes of a trained parameter and its two moments, as a multiple of the parameter's bytes."""
 
 
 @dataclass(frozen=True)
 class ElasticTraining:
-    """Training that a user wants; the same on every worker.
+    """Settings of a user's training, the same on every worker.
 
     Attributes:
-        build_model: the whole model with its CutPoints, on the CPU; called with the generator seeded, once for every
-            change. It must give the same model every time.
-        build_optimizer: over a model's parameters; called once, its settings per parameter hold for all parts.
-        get_batch: the whole minibatch of step 1, 2, ..., the same on every worker; or `Microbatches`.
-        steps: to be made over the whole run.
+        build_model: returns the whole model with its CutPoints, on the CPU. Called with the generator seeded, once for
+            every change of workers; must return the same model every time.
+        build_optimizer: returns an optimizer of a model. Called once; its settings per parameter hold for all parts.
+        get_batch: returns the whole minibatch of step 1, 2, ..., or `Microbatches`; the same on every worker.
+        steps: number of steps of the whole run.
         batch_size, chunk_size: samples of a step, and of a microbatch.
         clip_grad_max_norm, loss: as in Varuna and `configure`.
         schedule: called with (optimizer, step) before each step; sets learning rates by the step alone.
-        profile, planner, memory, capacity: for the search of cuts; without a profile pieces are cut by bytes.
-        checkpoint_every: steps; None: only the last.
+        profile, planner, memory, capacity: for the search of cuts; without a profile, cuts balance the pieces' bytes.
+        checkpoint_every: steps between checkpoints; None: only after the last step.
         on_step: called with (step, loss, gradient norm) on one worker.
-        seed: of weights and random numbers, which belong to (step, microbatch, piece).
+        seed: seed of weights and random numbers; random numbers depend on (step, microbatch, piece).
         timeout_seconds: longest wait for a message.
-        elastic: the section of that name.
+        elastic: the config section `elastic`.
     """
 
     build_model: Callable[[], nn.Module]
@@ -77,7 +77,7 @@ class ElasticTraining:
         return math.ceil(self.batch_size / self.chunk_size)
 
     def microbatches(self, step: int) -> Microbatches:
-        """All microbatches of a step."""
+        """Return all microbatches of a step."""
         batch = self.get_batch(step)
         return batch if isinstance(batch, Microbatches) else scatter(batch, self.batch_size, self.chunk_size)
 
@@ -92,13 +92,13 @@ class ModelPieces:
 
     Attributes:
         trace: the pieces, and the tensors that cross between them.
-        recipe: the user's optimizer for any of the parameters.
+        recipe: makes the user's optimizer for any of the parameters.
         frozen: names of the parameters that are not trained.
-        names: of parameters and of buffers, by piece.
-        state_bytes: of each piece's state, the optimizer's counted as two moments.
+        names: names of parameters and of buffers, by piece.
+        state_bytes: bytes of each piece's state; optimizer states count as two moments.
 
     Raises:
-        CapslogError: the inputs, or the profile, do not go with the model.
+        CapslogError: the inputs, or the profile, do not match the model.
     """
 
     def __init__(self, job: ElasticTraining, cut_point: Any) -> None:
@@ -134,7 +134,7 @@ class ModelPieces:
         return model
 
     def prepare(self) -> nn.Module:
-        """Build a model now, so that a later `take` need not wait for it."""
+        """Return a model, built now if there is none, so that a later `take` need not wait for it."""
         if self._spare is None:
             self._spare = self._build()
         return self._spare
@@ -154,7 +154,7 @@ class ModelPieces:
 class OptimizerRecipe:
     """The user's optimizer settings for each parameter, from which an optimizer for any part of the model can be made.
 
-    An optimizer that updates every parameter by itself, as torch's do, makes the same step on a part as on the whole.
+    An optimizer that updates each parameter alone, as torch's do, makes the same step on a part as on the whole.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -198,7 +198,7 @@ def names_of(trace: Trace, piece: int) -> tuple[list[str], list[str]]:
 def capture(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None
 ) -> LayerState:
-    """Present state of a piece: the live tensors, which the next step changes. optimizer: None before step 1.
+    """Return the present state of a piece: live tensors, which the next step changes. optimizer: None before step 1.
 
     Raises CapslogError where the optimizer keeps something that is neither a tensor nor a number.
     """
@@ -240,7 +240,7 @@ def install(
 def _moved(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
-    # a count of steps stays on the host, where the optimizer made it
+    # a step count has no dimensions and stays on the host, where the optimizer made it
     return value.detach().to(value.device if value.dim() == 0 else device, copy=True)
 
 

@@ -1,7 +1,7 @@
-"""`plugin.run_elastic`: a script's training on Varuna whose workers may leave, be lost and come while it runs.
+"""`plugin.run_elastic`: trains a script's model on Varuna while workers may leave, fail and join.
 
-The script runs once as the user started it, where `run_elastic` becomes the host that starts and watches the workers;
-and once in each worker (`main`), where it takes part.
+The script runs in two kinds of processes. In the process that the user started, `run_elastic` is the host, which starts
+and watches the workers. In each worker (`main`) it trains.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ElasticEnd:
 
     Attributes:
         worker: True in a worker's process, False in the host's.
-        step: the last one applied here; None on the host.
+        step: last step applied here; None on the host.
         stopped: a stop was asked for, or this worker was released, before all steps were made.
     """
 
@@ -80,16 +80,16 @@ def run_elastic(
 ) -> ElasticEnd:
     """Train on Varuna with this machine's workers until all steps are made; a later call continues from `run_dir`.
 
-    Changes: SIGUSR1 to a worker's process, `capslog notice` and notice files make workers leave; `capslog morph`
-    changes their number; a worker that is killed, fails, stands still or hangs is left behind. At the next step
-    boundary the others search new cuts and continue, in the same processes. Losses stay those of an undisturbed run.
+    SIGUSR1 to a worker's process, `capslog notice` and notice files make workers leave; `capslog morph` changes their
+    number; a worker that is killed, fails, is suspended or hangs is lost. At the next step boundary the remaining
+    workers search new cuts and continue, in the same processes. Losses stay those of an undisturbed run.
 
     Args:
-        workers: that the run begins with, one per stage (fewer stages where the model has fewer pieces).
+        workers: number of workers at the start, one per stage (fewer stages where the model has fewer pieces).
         capacity: bytes of each device, also as text ("16GiB"); checked where a profile is given.
 
-    All others, `options` among them: the fields of `ElasticTraining`, by name; `steps`, `batch_size` and `chunk_size`
-    must be given. `get_batch` counts steps from 1.
+    All other arguments, `options` among them, are fields of `ElasticTraining`; `steps`, `batch_size` and `chunk_size`
+    must be given. `get_batch` is called with steps from 1.
 
     Raises:
         CapslogError: no fitting Varuna, or an impossible value; on a host also as `Host.run`.
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     from varuna_capslog.elastic.script import MemberScript
 
     run_dir, script = Path(arguments[0]), arguments[1]
-    # the checkpoints' tracker files lie in a folder named after it
+    # the checkpoints' tracker files lie in a folder named after the port
     os.environ["MASTER_PORT"] = os.environ["CAPSLOG_STORE"].rpartition(":")[2]
     log_to(sys.stderr)
 
@@ -183,7 +183,7 @@ def _take_part(
         with contextlib.suppress(CapslogError):
             store.append(NoticeEntry(start.me, source=notice.source).to_json())
 
-    # in a thread of the listener's own: a handler must not wait for the store
+    # the listener runs `tell` in its own thread, since a signal handler must not wait for the store
     SignalListener({signal.SIGUSR1: plain()[signal.SIGUSR1]}).start(tell)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     work = VarunaWork(start, job, store.rendezvous, choose_device("auto", local_rank()))

@@ -1,7 +1,7 @@
-"""A training on Varuna as the `Work` of an elastic run: with new cuts for every generation, in the same processes.
+"""`Work` of an elastic run that trains on Varuna, with new cuts for every generation, in the same processes.
 
-The units that move are the model's pieces. Each generation is a `VarunaPart`. Copies follow by the owners' final
-gradients and the same optimizer.
+Members exchange the model's pieces. Each generation is a `VarunaPart`. Copies of a piece repeat the owner's steps, with
+the owner's final gradients and the same optimizer.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ __all__ = ["VarunaPart", "VarunaWork"]
 
 # -- A rank's part of a generation of an elastic run on Varuna: a new Varuna over a fresh model.
 #
-# It is filled with the states of this rank's pieces. A copy of the buffers is kept until a step is voted, so that the
-# step can be discarded. All `torch.distributed` groups of the process belong to one part at a time: the default
+# The states of this rank's pieces are loaded into it. A copy of the buffers is kept until the vote on a step, so that
+# the step can be discarded. All `torch.distributed` groups of the process belong to one part at a time: the default
 # group, which Varuna needs, and the groups that Varuna makes.
 
 
@@ -57,7 +57,7 @@ _JOIN_SECONDS = 10.0
 
 
 class VarunaPart:
-    """A stage that trains. cuts: first piece of each stage. rank: also the number of its stage."""
+    """Stage of a rank in one generation. cuts: first piece of each stage. rank: also the stage's number."""
 
     def __init__(
         self, job: ElasticTraining, pieces: ModelPieces, device: torch.device, cuts: tuple[int, ...], rank: int
@@ -74,15 +74,15 @@ class VarunaPart:
         self.own: tuple[int, ...] = ()
 
     def join(self, store: dist.Store, prefix: str, seconds: float) -> None:
-        """Open the default group.
+        """Open torch's default group.
 
         Args:
             store: a client that nothing else uses.
-            prefix: never used twice in a store.
-            seconds: longest wait for the others, and for messages that have no other bound.
+            prefix: prefix of keys in the store, never used twice.
+            seconds: longest wait for the other ranks, and for messages that have no other timeout.
 
         Raises:
-            PeerLost: not all ranks came in time.
+            PeerLost: not all ranks joined in time.
         """
         rank, world_size = self._rank, len(self._cuts)
         self._store = store  # torch keeps only the C++ half of it alive
@@ -100,13 +100,13 @@ class VarunaPart:
         self._joined = True
 
     def abort(self) -> None:
-        """Abort all communication under way, here and at the peers; from any thread, also after the end."""
+        """Abort all communication under way, here and at the peers. Safe from any thread, also after `close`."""
         with self._ending:
             if self._joined:
                 _abort(_all_groups())
 
     def build(self, model: nn.Module, seconds: float) -> None:
-        """Build Varuna's trainer over this rank's pieces of `model`. seconds: longest wait for the others meanwhile."""
+        """Build Varuna's trainer over this rank's pieces of `model`. seconds: longest wait for the other ranks."""
         import varuna
 
         job = self._job
@@ -115,14 +115,14 @@ class VarunaPart:
             self.trainer = varuna.Varuna(
                 model,
                 "".join(f"{stage};" for stage in range(len(self._cuts))),
-                lambda size, device=None: {},  # the trace is known
+                lambda size, device=None: {},  # not called: the trace is known
                 job.batch_size,
                 job.chunk_size,
                 local_rank=self._rank,
                 device=self._device,
             )
         self._configure(job.timeout_seconds)
-        for group in _all_groups():  # longest wait of sums and barriers from now on
+        for group in _all_groups():  # timeout of later collectives
             dist.set_timeout(datetime.timedelta(seconds=job.timeout_seconds), group)
         partitioned = self.trainer.partitioned_model
         partitioned.capslog.draws = Draws(partitioned.ordered_modules.values(), self._device, job.seed)
@@ -136,7 +136,7 @@ class VarunaPart:
     def install(self, states: Mapping[int, LayerState], base: int) -> None:
         """Load the states of this rank's pieces after step `base`."""
         self.own = tuple(sorted(states))
-        for piece in reversed(self.own):  # state that several pieces share is in all of them: the first one's counts
+        for piece in reversed(self.own):  # shared state is in several pieces: the first piece's counts
             install(states[piece], *self._part(piece), self.trainer.optimizer)
         self._settle()
         self.trainer.iteration = base
@@ -156,7 +156,7 @@ class VarunaPart:
         return float(loss), float(self.trainer.capslog_grad_norm)
 
     def apply(self, step: int) -> None:
-        """Apply the optimizer update of a step that was voted."""
+        """Apply the optimizer update of a step for which all members voted."""
         optimizer = self.trainer.optimizer
         self._job.set_rates(optimizer, step)
         optimizer.step()
@@ -165,7 +165,7 @@ class VarunaPart:
         self._settle()
 
     def discard(self) -> None:
-        """Discard a step that was computed."""
+        """Discard a computed step: restore buffers and clear gradients."""
         for name, buffer in self._buffers.items():
             buffer.copy_(self._settled[name])
         self.trainer.zero_grad()
@@ -177,24 +177,24 @@ class VarunaPart:
         return {name: self._parameters[name] for name in parameters}, {name: self._buffers[name] for name in buffers}
 
     def state(self, piece: int, copy: bool) -> LayerState:
-        """State of a piece at the present boundary; without `copy` the live tensors."""
+        """Return the state of a piece at the present boundary; without `copy` the live tensors."""
         parameters, buffers = self._part(piece)
         settled = {name: self._settled[name] for name in buffers}
         state = capture(parameters, settled, self.trainer.optimizer)
         return cloned(state) if copy else state
 
     def update(self, piece: int) -> Mapping[str, Tensor]:
-        """Gradients and buffers that a `Follower` of this piece needs for the computed step."""
+        """Return gradients and buffers that a `Follower` of this piece needs for the computed step."""
         parameters, buffers = self._part(piece)
         gradients = {f"gradients/{name}": p.grad for name, p in parameters.items() if p.grad is not None}
         return gradients | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
 
     def close(self) -> None:
-        """End the generation, also one that could not be built; the next one may begin at once."""
+        """End the generation, even if it could not be built; the next generation may begin at once."""
         self._leave()
         if self.trainer is not None:
             _join_thread(self.trainer)
-            # modules refer to each other in circles; their tensors must not wait for a collection
+            # modules form reference cycles; their tensors must not wait for garbage collection
             for module in self.trainer.partitioned_model.module.modules():
                 module._parameters.clear()
                 module._buffers.clear()
@@ -222,7 +222,7 @@ def _abort(groups: list[Any]) -> None:
 
 
 def _join_thread(trainer: Any) -> None:
-    """Join the thread of an interrupted step: it uses the default group, soon the next generation's."""
+    """Join the receiving thread of an interrupted step: it uses the default group, soon that of a new generation."""
     thread = getattr(getattr(trainer, "pipeline", None), "grads_receive_thread", None)
     if thread is not None:
         thread.join(_JOIN_SECONDS)
@@ -236,11 +236,11 @@ def _join_thread(trainer: Any) -> None:
 
 
 _CONNECT_SECONDS = 3.0
-"""Longest wait of the first attempt; each failure doubles it."""
+"""Longest wait of the first attempt to open a generation; each failure doubles the wait."""
 
 
 class VarunaWork(Work):
-    """A member's part of an elastic run on Varuna. rendezvous: makes a store client that nothing else uses."""
+    """Work of a member in an elastic run on Varuna. rendezvous: makes a store client that nothing else uses."""
 
     def __init__(
         self, start: MemberStart, job: ElasticTraining, rendezvous: Callable[[], dist.Store], device: torch.device
@@ -282,7 +282,7 @@ class VarunaWork(Work):
         assert opening.layout.plan is not None
         cuts, rank, job = opening.layout.plan.cut_list, communicator.rank, self.job
         self._end()
-        torch.set_grad_enabled(True)  # a forward that was broken off may have left it off
+        torch.set_grad_enabled(True)  # an interrupted forward may have left it off
         self._communicator, self._cuts = communicator, cuts
         self._number, self._base = opening.number, opening.base.step
         self._saved = self._saved if self._saved <= self._base else 0
@@ -290,7 +290,7 @@ class VarunaWork(Work):
         if rank < len(cuts):
             model = self.pieces.take()
             with self._breakable(communicator):
-                communicator.gather(None)  # a member that was lost meanwhile is noticed here, not by a long wait below
+                communicator.gather(None)  # notices a member lost meanwhile, instead of a long wait below
                 name = f"varuna/{communicator.generation}"
                 seconds = min(self._connect_seconds, job.timeout_seconds)
                 self._connect_seconds *= 2
@@ -308,7 +308,7 @@ class VarunaWork(Work):
 
     @contextlib.contextmanager
     def _breakable(self, communicator: Communicator) -> Any:
-        """Turn an error after the end of this generation, which is its consequence, into PeerLost."""
+        """Turn an error after the end of this generation into PeerLost, since that end has caused the error."""
         try:
             yield
         except PeerLost:
@@ -325,7 +325,7 @@ class VarunaWork(Work):
         return states
 
     def _end(self) -> None:
-        """End the generation, also one that could not be opened."""
+        """End the generation, even if it could not be opened."""
         if self._part is not None:
             self._part.close()
         self._part = self._communicator = None
@@ -394,7 +394,7 @@ class VarunaWork(Work):
         place = self.start.resumed.get(stamp, self.checkpoints / f"varuna_ckpt_{stamp.step}")
         if place.name.startswith(RESUMED):
             return read_held(place, layer)
-        initial = self.initial(layer)  # buffers that no checkpoint holds, since the model makes them
+        initial = self.initial(layer)  # has the buffers that no checkpoint holds, since the model makes them
         return initial | read_tensors(place, *self.pieces.names[layer])
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
@@ -405,14 +405,14 @@ class VarunaWork(Work):
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
         interval, step = self.job.checkpoint_every, stamp.step
         if step > self._base:
-            self.pieces.prepare()  # for the next change, which then need not wait for it
+            self.pieces.prepare()  # so that the next change need not wait for a model
         due = interval is not None and step % interval == 0
         if step == 0 or not (due or save):
             return None
         return stamp if self._save(step) else None
 
     def _save(self, step: int) -> bool:
-        """Write a checkpoint together with all members; False where it has been written already."""
+        """Write a checkpoint together with all members; return False where it has been written already."""
         assert self._communicator is not None
         self._saved = max(self._communicator.gather(self._saved))
         if self._saved >= step:

@@ -45,12 +45,12 @@ class ChainModule(nn.Module):
     chain is a cut list for Varuna. User scripts may use this class, too.
 
     Args:
-        cut: Varuna's CutPoint.
-        loss: of the workload; computed by the last stage.
-        seed: of the run. Every layer draws from (seed, step, microbatch, layer), as on our own engine.
+        cut: Varuna's class `CutPoint`.
+        loss: the workload's loss, computed by the last stage.
+        seed: seed of the run. Every layer draws from (seed, step, microbatch, layer), as on our own engine.
 
     Attributes:
-        parts: by microbatch, the loss parts of forwards in training mode on the last stage, until they are cleared.
+        parts: by microbatch, the loss parts of training forwards on the last stage, until they are cleared.
     """
 
     def __init__(self, chain: Chain, cut: type[nn.Module], loss: LossFunction, seed: int = 0) -> None:
@@ -115,7 +115,7 @@ class VarunaEngine:
         ends = (*layout.cuts[1:], len(chain))
         own_layers = range(layout.cuts[pipeline_rank], ends[pipeline_rank])
         self._microbatches = layout.microbatches_of(self.rank, own_layers[0], options.num_microbatches)
-        shared = [chain.shared_names(index) for index in own_layers]  # found while the chain is whole
+        shared = [chain.shared_names(index) for index in own_layers]  # read while the chain is whole
         put_in_training(layer.module for layer in chain.layers)
         with silent():
             install()
@@ -243,7 +243,7 @@ class VarunaEngine:
 
 
 def _sum_parts(gathered: list[dict[int, dict[str, float]]]) -> dict[str, float]:
-    """Loss parts of the minibatch, added in the order of the microbatches."""
+    """Return the loss parts of the minibatch, added in the order of the microbatches."""
     by_microbatch = {index: parts for theirs in gathered for index, parts in theirs.items()}
     total: dict[str, float] = {}
     for _, parts in sorted(by_microbatch.items()):

@@ -1,8 +1,8 @@
 """Patches of Varuna's executor: its tasks, its messages, each forward, recomputation and backward.
 
-`Pipeline.run` and its walk through the schedule stay Varuna's. A stage sends, and takes activations, by itself; the
-thread that takes gradients puts its error into the queue that its stage reads. In the original each message passed a
-thread, and one that failed ended silently while the stage waited for ever.
+`Pipeline.run` and its loop over the schedule stay Varuna's. The thread of the stage itself sends all messages and
+receives activations; the thread that receives gradients puts its error into the queue that the stage reads. In the
+original every message passed through a thread, and if a thread failed, it ended silently and its stage waited forever.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ __all__ = [
 
 
 class Microbatches(dict[int, dict[str, Any]]):
-    """Inputs that are cut already, by number, for `Varuna.step`: microbatches may have tensors of different shapes.
+    """Inputs for `Varuna.step` that the user has cut into microbatches, by number; shapes may differ between them.
 
     batches: one dictionary of model inputs per microbatch, as many as Varuna was built for. sizes: samples in each, the
-    weights of a mean loss; default: all alike.
+    weights of a mean loss; default: equal weights.
     """
 
     def __init__(self, batches: Sequence[Mapping[str, Any]], sizes: Sequence[int] | None = None) -> None:
@@ -69,11 +69,11 @@ class Microbatches(dict[int, dict[str, Any]]):
 def scatter(inputs: Mapping[str, Any] | Microbatches, batch_size: int, microbatch_size: int) -> Microbatches:
     """Return the inputs of each microbatch of `microbatch_size` samples; the last one may be shorter.
 
-    A tensor of `batch_size` rows and a list of `batch_size` entries are cut (a list is one entry per sample, whatever
-    the entries are); dictionaries, tuples and other lists are cut by entry; a tensor with one row, one without
-    dimensions and anything else go to every microbatch as they are.
+    A tensor of `batch_size` rows and a list of `batch_size` entries are cut (such a list has one entry per sample,
+    whatever the entries are). Dictionaries, tuples and other lists are cut entry by entry. A tensor with one row or
+    without dimensions, and any other value, go to every microbatch unchanged.
 
-    Raises CapslogError for a tensor with another number of rows, or `Microbatches` of another number.
+    Raises CapslogError for a tensor with another number of rows, or for another number of `Microbatches`.
     """
     count = math.ceil(batch_size / microbatch_size)
     if isinstance(inputs, Microbatches):
@@ -116,26 +116,26 @@ def _part(value: Any, start: int, end: int, batch_size: int, name: str) -> Any:
 
 
 FORWARD, RECOMPUTE, BACKWARD = 0, 1, 2
-"""The numbers by which Varuna's executor knows its tasks."""
+"""Task numbers of Varuna's executor."""
 
 _WEIGHTS = 3
-"""The second half of a backward: takes a quantum, is not printed."""
+"""Second half of a backward: takes one quantum of time, but is no task of Varuna's lists."""
 
 _AFTER_RECEIVER = 1.0
-"""Seconds that a stage waits longer than the thread that receives for it, whose error says more."""
+"""Seconds that a stage waits longer than its receiving thread, since that thread's error says more."""
 
 _AHEAD = 5
-"""Messages that are awaited at a time, as in Varuna."""
+"""Receives that are posted at a time, as in Varuna."""
 
 _UNDER_WAY = 4
 """Messages that may be under way before a sender waits for the oldest, as in Varuna."""
 
 
 class WatchedQueue(queue.Queue[Any]):
-    """Queue whose failed writer puts its error, and whose reader waits at most the configured timeout."""
+    """Queue into which a failing writer puts its error, and whose reader waits for the configured timeout at most."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Get like `Queue.get()`; raise the writer's failure, or CapslogError after the configured timeout."""
+        """Get like `Queue.get()`. Raises the writer's error, or CapslogError after the configured timeout."""
         limit = current().timeout.total_seconds() + _AFTER_RECEIVER
         try:
             item = super().get(timeout=limit)
@@ -157,7 +157,7 @@ class BoundedDistributed:
         return getattr(dist, name)
 
     def barrier(self, group: Any = None) -> None:
-        """Wait like `torch.distributed.barrier`; without a group, over one that has the timeout."""
+        """Wait like `torch.distributed.barrier`; by default in the group of all ranks that has the timeout."""
         with wire.named_loss("waiting for all ranks at the end of a step", None, current().timeout):
             dist.barrier(group=self.world if group is None else group)
 
@@ -166,15 +166,15 @@ class BoundedDistributed:
 
 
 def varuna_tasks(num_microbatches: int, stage: int, num_stages: int) -> list[tuple[int, int]]:
-    """(task, microbatch) of a stage, in order, as Varuna's `genschedule` prints them; microbatches count from 0.
+    """Return a stage's pairs (task, microbatch) in the order of Varuna's `genschedule`; microbatches count from 0.
 
-    Replaces the call of that binary, which an ordinary installation does not contain: without it Varuna's list is empty
-    and a step trains nothing. The rules are those of Microsoft's generator (time in equal quanta, one task per stage
-    and quantum); lists recorded from the real one are the test. Our own generator, `schedules.generators`, follows the
-    paper and gives other lists.
+    Replaces the call of that binary, which an ordinary installation does not contain: Varuna's list would be empty and
+    a step would train nothing. The rules are those of Microsoft's generator (time in equal quanta, one task per stage
+    and quantum); tests compare with lists that the binary printed. Our own generator, `schedules.generators`, follows
+    the paper and gives other lists.
 
-    In each quantum a stage takes its most urgent waiting task: a weight half before a backward before a recomputation
-    before a forward, the oldest first. Tasks that this makes possible wait from the next quantum on:
+    In each quantum a stage takes its most urgent waiting task: the weight half of a backward (`_WEIGHTS`), else a
+    backward, a recomputation, a forward; of each kind the oldest. The task makes others wait from the next quantum on:
 
     - a forward: the next stage's forward, on the last stage its own backward;
     - a backward: its own weight half, and the recomputation of the stage before;
@@ -218,8 +218,8 @@ def varuna_tasks(num_microbatches: int, stage: int, num_stages: int) -> list[tup
 
 
 class Outbox:
-    """Bundles that leave a stage in one direction. Stands where Varuna has a queue, and a thread that sends: beginning
-    to send takes 20 microseconds for any size, less than handing a bundle to another thread.
+    """Sender of a stage's bundles in one direction, in place of Varuna's queue and sending thread: to begin a send
+    takes 20 microseconds for any size, less than to pass a bundle to another thread.
     """
 
     def __init__(self, pipeline: Any, kind: int) -> None:
@@ -227,7 +227,7 @@ class Outbox:
         self._gradients, self._room = kind == BACKWARD, pipeline.partitioned_model.capslog.rooms[kind, "out"]
         self._microbatches = iter(_microbatches(pipeline, kind))
         self._under_way: deque[wire.Sending] = deque()
-        # the stages behind are this many microbatches late by plan: the stage never waits for them here
+        # the schedule runs this stage that many microbatches ahead of the next, so it must not wait for them here
         ahead = sum(1 for _ in itertools.takewhile(lambda task: task[0] == FORWARD, pipeline.schedule))
         self._most = max(_UNDER_WAY, ahead) if kind == FORWARD else _UNDER_WAY
 
@@ -239,15 +239,15 @@ class Outbox:
             self._under_way.popleft().wait(current().timeout)
 
     def end_step(self) -> None:
-        """Wait until all is sent. Raises PeerLost."""
+        """Wait until all bundles are sent. Raises PeerLost."""
         for sending in self._under_way:
             sending.wait(current().timeout)
         self._room.end_step()
 
 
 class Inbox:
-    """Bundles that come to a stage in one direction, some awaited ahead: a receive that is posted in the middle of a
-    computation wakes gloo's thread each time.
+    """Receiver of a stage's bundles in one direction. Posts receives ahead, since each receive that is posted in the
+    middle of a computation wakes gloo's thread.
     """
 
     def __init__(self, pipeline: Any, kind: int) -> None:
@@ -279,14 +279,14 @@ def _microbatches(pipeline: Any, kind: int) -> list[int]:
 
 
 def spawn_send_workers(self: Any) -> None:
-    """Replace Varuna's, which starts two threads."""
+    """Replace `Pipeline.spawn_send_workers`, which starts two threads."""
     self.acts_send_thread = self.grads_send_thread = None
     self.acts_send_queue = Outbox(self, FORWARD) if self.stage < self.partitions - 1 else None
     self.grads_send_queue = Outbox(self, BACKWARD) if self.stage > 0 else None
 
 
 def spawn_receive_workers(self: Any) -> None:
-    """Replace Varuna's: only gradients have a thread, since its order of tasks depends on which have come."""
+    """Replace `Pipeline`'s method: only gradients have a thread, since their arrival changes the order of tasks."""
     self.acts_receive_thread = self.grads_receive_thread = None
     if self.stage > 0:
         self.acts_queue = self.partitioned_model.acts_queue = Inbox(self, FORWARD)
@@ -296,14 +296,14 @@ def spawn_receive_workers(self: Any) -> None:
 
 
 def grads_receiver(self: Any) -> None:
-    """Replace Varuna's, which receives float tensors of one shape."""
+    """Replace `Pipeline.grads_receiver`, which receives only float tensors of one shape."""
     inbox = Inbox(self, BACKWARD)
     while inbox:
         self.grads_queue.put(inbox.get())
 
 
 def run(original: Callable[[Any], Any], self: Any) -> Any:
-    """Wrap `Pipeline.run`: its messages have left when it returns, and a lost rank is named."""
+    """Wrap `Pipeline.run`: wait until its messages are sent, and name a lost rank."""
     with wire.named_loss("waiting for its pipeline at the end of a step", None, current().timeout):
         result = original(self)
     for outbox in filter(None, (self.acts_send_queue, self.grads_send_queue)):
@@ -320,7 +320,7 @@ def worker(original: Callable[..., Any], self: Any, task: int, grad_mode: bool, 
         return original(self, task, grad_mode, inputs_as_dict)
     stage = self.partitioned_model.capslog
     stage.watch_backward("begun")
-    # Varuna divides a microbatch's loss by their number
+    # Varuna divides a microbatch's loss by `chunks`, its number of microbatches
     self.chunks = _divisor(self.batches, inputs_as_dict)
     stage.gradients_sent = False
     result = original(self, task, grad_mode, inputs_as_dict)
@@ -340,7 +340,7 @@ def _divisor(batches: Microbatches, inputs: Any) -> float:
 
 def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recompute: bool = False, **flags: Any) -> Any:
     """Wrap `PartitionedModel.forward`. A recomputation leaves no traces: random numbers continue as if it had not
-    happened, and running statistics keep their values of the first pass.
+    happened, and running statistics keep their values of the first forward.
     """
     stage = self.capslog
     stage.begin()
@@ -363,12 +363,12 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
 
 
 def save_random_state(device: torch.device) -> tuple[Any, Any]:
-    """Replace Varuna's, which calls CUDA also on the CPU."""
+    """Replace Varuna's `save_rng_states`, which calls CUDA also on the CPU."""
     return torch.get_rng_state(), None if device.type == "cpu" else accelerator.random_state(device)
 
 
 def restore_random_state(state: tuple[Any, Any], device: torch.device) -> None:
-    """Replace Varuna's; the counterpart of `save_random_state`."""
+    """Replace Varuna's `restore_rng_states`; the counterpart of `save_random_state`."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         accelerator.set_random_state(device, state[1])

@@ -1,4 +1,4 @@
-"""Gradients made complete after a step: ties added up, replicas averaged, the norm counted once, clipped.
+"""Completes gradients after a step: adds up ties, averages replicas, computes the norm over all ranks, and clips.
 
 Replaces `Varuna.init_distributed` and `sync_across_workers`, which need apex even in fp32 and without fp16 reduce a
 copy that nothing reads.
@@ -23,7 +23,7 @@ __all__ = ["init_distributed", "step_alone", "sync_across_workers"]
 
 def init_distributed(self: Any) -> None:
     """Make the groups of replicas, pipelines and ties, with the configured timeout, on every rank in the same order.
-    Ties and replicas then get equal values: those of the first stage and of replica 0.
+    Then give ties the values of their first stage, and all replicas those of replica 0.
     """
     import varuna.pipeline
 
@@ -66,7 +66,7 @@ def _make_equal(self: Any) -> None:
 
 
 def _ties(self: Any) -> list[tuple[TieGroup, list[nn.Parameter]]]:
-    """All ties, each with its parameters that this stage holds; of a declared pair it may be one or both."""
+    """Return all ties, each with those of its parameters that this stage holds."""
     named = dict(self.model.module.named_parameters())
     return [(tie, [named[name] for name in tie.names if name in named]) for tie in self.model.capslog.ties]
 
@@ -78,7 +78,7 @@ def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
 
 
 def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_max_norm: float | None = None) -> Any:
-    """Wrap `Varuna.step`: a single stage without replicas gets its norm and clipping too, which Varuna leaves out."""
+    """Wrap `Varuna.step`: add up ties, compute the norm and clip on a single rank, too, where Varuna does not."""
     loss, overflow, norm = original(self, inputs, clip_grad_max_norm)
     if self.partitions == 1 and self.data_depth == 1:
         _add_ties(self)
@@ -87,14 +87,14 @@ def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_m
 
 
 def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]:
-    """Replace Varuna's. Return (no overflow, norm of all gradients after clipping); set the loss of all replicas."""
+    """Replace Varuna's: return (no overflow, norm of all gradients after clipping), set the loss of all replicas."""
     with named_loss("adding up gradients", None, current().timeout):
         _add_ties(self)
         share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
         if self.dp_group is not None:
             _reduce([p for p in _trained(self) if p.requires_grad], self.dp_group, share)
             _share_statistics(self)
-        # replicas have equal gradients now: the norm of the first is taken, so that all clip by the same number
+        # replicas have equal gradients now; only replica 0's norm counts, so that all ranks clip by one number
         squared = _squared_norm(self) if self.rank_within_stage == 0 else 0.0
         sums = torch.tensor([squared, self.average_loss * share], dtype=torch.float64)
         dist.all_reduce(sums, group=self.capslog_world)
@@ -122,7 +122,7 @@ def _trained(self: Any) -> list[nn.Parameter]:
 
 
 def _add_ties(self: Any) -> None:
-    """Give every copy of a tied parameter the sum of all gradients; ties of the same stages travel together."""
+    """Give every copy of a tied parameter the sum of all gradients; ties of the same stages share messages."""
     by_stages: dict[tuple[int, ...], list[list[nn.Parameter]]] = {}
     for tie, held in _ties(self):
         if self.model.capslog.stage in tie.stages:
@@ -140,8 +140,8 @@ def _add_ties(self: Any) -> None:
 
 
 def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> None:
-    """Sum gradients over a group, one message per dtype, times `factor`. A copy without a gradient counts as zeros;
-    where no rank has a gradient, there is none afterwards.
+    """Sum gradients over a group, in one message per dtype and device, and multiply by `factor`. A copy without a
+    gradient counts as zeros; where no rank has a gradient, there is none afterwards.
     """
     by_kind: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -157,7 +157,7 @@ def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> No
 
 
 def _squared_norm(self: Any) -> float:
-    """Squared norm of this stage's gradients; a tie counts on its first stage, by its first name there."""
+    """Return the squared norm of this stage's gradients; a tie counts on its first stage, by its first name there."""
     skipped: set[int] = set()
     for tie, held in _ties(self):
         counted = tie.stages[0] == self.model.capslog.stage

@@ -1,7 +1,7 @@
-"""Finds the right Varuna, and patches it: the required files, the replaced attributes, and how patches are undone.
+"""Finds Varuna at the supported commit, patches it, and undoes the patches.
 
-Only `install` and `uninstall` here change Varuna. Its files are compared before anything is imported or changed: an
-unrelated package of that name must not run.
+Only `install` and `uninstall` here change Varuna. Varuna's files are compared before anything is imported or changed:
+an unrelated package of that name must not run.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class FoundVaruna:
 
 
 def find_varuna() -> FoundVaruna:
-    """Varuna that `import varuna` would give, if the patches fit it. Raises CapslogError where there is none, it is the
-    unrelated package of that name, or files differ from the known commit; the message names them and the next action.
+    """Return the Varuna that `import varuna` would import. Raises CapslogError where there is none, where it is the
+    unrelated package of that name, or where files differ from `COMMIT`; the message names files and next action.
     """
     try:
         spec = importlib.util.find_spec("varuna")
@@ -109,7 +109,7 @@ def _digest(path: Path) -> str:
 
 
 class Patches:
-    """Attributes replaced in another package's modules and classes, put back exactly and in reverse order.
+    """Replacements of attributes in another package's modules and classes, undone exactly and in reverse order.
 
     names: the replaced attributes, as `module.Class.attribute`, in order.
     """
@@ -119,7 +119,7 @@ class Patches:
         self._before = contextlib.ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name`, a module's or a class's own attribute; raise AttributeError where it has no such one."""
+        """Set `owner.name` of a module or class; raise AttributeError where `owner` itself does not define `name`."""
         if name not in vars(owner):
             raise AttributeError(f"{owner!r} has no attribute {name!r} of its own to replace")
         path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
@@ -128,7 +128,7 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put everything back as it was."""
+        """Restore all replaced attributes."""
         self._before.close()
         self.names.clear()
 
@@ -157,21 +157,21 @@ def install() -> FoundVaruna:
 
 
 def silent() -> contextlib.redirect_stdout[io.StringIO]:
-    """Drop Varuna's own prints, of its import and of every model that it builds, inside this context."""
+    """Return a context that drops Varuna's prints, at its import and for every model that it builds."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
 def uninstall() -> None:
-    """Restore every attribute of Varuna and reset the configuration.
+    """Restore every attribute of Varuna and reset the options.
 
-    Models that were built stay split and cannot be run by the unpatched Varuna.
+    Models that were built stay split; the unpatched Varuna cannot run them.
     """
     _patches.undo()
     configure()
 
 
 def installed_patches() -> list[str]:
-    """Attributes that are replaced now, as `module.Class.attribute`; empty when nothing is installed."""
+    """Return the attributes that are replaced now, as `module.Class.attribute`; empty without patches."""
     return list(_patches.names)
 
 
@@ -179,12 +179,12 @@ def _apply(varuna: Any) -> None:
     from varuna_capslog.varuna_plugin import checkpoint, executor, gradients, stages
 
     models, pipeline, core, utils = varuna.partitioned_model, varuna.pipeline, varuna.varuna, varuna.utils
-    # any cut list, owners from real use
+    # any cut list; a stage holds the parameters that it really uses
     _patches.replace(models.CutPoint, "forward", stages.cut_forward)
     _patches.replace(models.PartitionedModel, "initialize", stages.initialize)
     _patches.replace(models.PartitionedModel, "parameter_names_to_cuts", parameter_names_to_cuts)
     _around(models.PartitionedModel, "forward", executor.forward)
-    # the CPU; random numbers
+    # random numbers, also without CUDA
     for module in (utils, models):
         _patches.replace(module, "save_rng_states", executor.save_random_state)
         _patches.replace(module, "restore_rng_states", executor.restore_random_state)
@@ -203,7 +203,7 @@ def _apply(varuna: Any) -> None:
     _around(core.Varuna, "step", gradients.step_alone)
     _patches.replace(core.Varuna, "init_communication", init_communication)
     _patches.replace(core.Varuna, "init_distributed", gradients.init_distributed)
-    # nothing is left to do: the next one adds up all ties, declared or not
+    # does nothing: sync_across_workers adds up the gradients of all ties, declared or not
     _patches.replace(core.Varuna, "share_weight_grads", lambda self: None)
     _patches.replace(core.Varuna, "sync_across_workers", gradients.sync_across_workers)
     _patches.replace(core.Varuna, "evaluate", evaluate)
@@ -225,14 +225,14 @@ def _around(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     _patches.replace(owner, name, wrapped)
 
 
-# -- Patches of `Varuna.__init__` and `Varuna.evaluate`: checks before it, the CPU as a device, any shapes.
+# -- Patches of Varuna's constructor, communication and evaluation: checked arguments, the CPU as a device, any shapes.
 
 
 def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
     """Wrap `Varuna.__init__`. Without a CUDA device the default device is the CPU; a `torch.device` is accepted, too.
 
-    Raises CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process, a
-    capacity for other microbatches, a `temporary_folder` of another user.
+    Raises CapslogError: fp16, a batch that the replicas cannot share, a `stage_to_rank_map` that does not name each
+    rank once, a capacity with a profile of other microbatches, a `temporary_folder` of another user.
     """
     from varuna import utils
 
@@ -245,7 +245,7 @@ def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords:
             "loss scaling; leave it out"
         )
     batch_size, chunk_size = call_arguments["batch_size"], call_arguments["chunk_size"]
-    mapping = call_arguments["stage_to_rank_map"].rstrip(";") + ";"  # without the last one Varuna loses the last stage
+    mapping = call_arguments["stage_to_rank_map"].rstrip(";") + ";"  # without a last ; Varuna loses the last stage
     call_arguments["stage_to_rank_map"] = mapping
     rows = [[int(rank) for rank in row.split(",")] for row in mapping[:-1].split(";")]
     named = sorted(rank for row in rows for rank in row)
@@ -271,12 +271,12 @@ def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords:
     make_temporary_folder(utils.VARUNA_TEMP_FOLDER)
     original(*call.args, **call.kwargs)
     if self.device.type == "cpu":
-        # the executor compares with the text "cpu", else it synchronises CUDA
+        # Varuna's executor compares it with the text "cpu", else it synchronises CUDA
         self.config["device"] = "cpu"
 
 
 def init_communication(self: Any) -> None:
-    """Replace Varuna's: set the neighbours' ranks; shapes travel with each message."""
+    """Replace `Varuna.init_communication`: set the neighbours' ranks only, since each message describes its shapes."""
     ranks = self.stage_to_rank_map
     last = self.partitions - 1
     self.send_rank = ranks[self.stage + 1][self.rank_within_stage] if self.stage < last else None
@@ -286,7 +286,7 @@ def init_communication(self: Any) -> None:
 
 
 def parameter_names_to_cuts(self: Any) -> dict[str, int]:
-    """Replace `PartitionedModel`'s: return every parameter of the model with the piece whose file holds it."""
+    """Replace the method of `PartitionedModel`: return parameter name -> piece whose checkpoint file holds it."""
     partition = self.capslog.partition
     return {name: partition.home[name] for name in partition.trace.parameters}
 
@@ -294,8 +294,8 @@ def parameter_names_to_cuts(self: Any) -> dict[str, int]:
 def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
     """Replace `Varuna.evaluate`, which on later stages computes on a placeholder instead of the received tensors.
 
-    batch_size: samples in `inputs`; default: those of a training step of this replica. Returns, on every rank, the loss
-    over all samples of all replicas: their mean, or their sum under `loss="sum"`.
+    batch_size: samples in `inputs`; default: this replica's samples in a training step. Returns, on every rank, the
+    mean loss over the samples of all replicas, or under `loss="sum"` the sum of the microbatches' losses.
     """
     from varuna import utils
 
@@ -317,7 +317,7 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
 
 @torch.no_grad()
 def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callable[[int, Any], None]) -> None:
-    """Run microbatches, by number, forward. take: called with (microbatch, the model's result) on the last stage."""
+    """Run forwards of microbatches, inputs by number. take: called with (number, model's result) on the last stage."""
     stage, partitioned, timeout = self.partitioned_model.capslog, self.partitioned_model, current().timeout
     under_way = []
     for microbatch, batch in batches.items():
@@ -338,15 +338,15 @@ def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callabl
 
 
 def temporary_folder(port: str | None = None) -> str:
-    """Folder of this user and this job (`port`: by default `MASTER_PORT`), in place of one for all jobs of a host."""
+    """Return a folder for this user and job; Varuna has one for all jobs of a host. port: default `MASTER_PORT`."""
     job = port or os.environ.get("MASTER_PORT", str(os.getpid()))
     return os.path.join(tempfile.gettempdir(), f"varuna-{os.getuid()}-{job}")
 
 
 def make_temporary_folder(folder: str) -> None:
-    """Make the `temporary_folder` of a job, or take the one that another of its processes has made.
+    """Create the `temporary_folder` of a job, unless another process of the job has created it.
 
-    Raises CapslogError where something else is there, such as a folder into which another user has put links.
+    Raises CapslogError where it is no folder of this user, or others may write into it: they may have put links there.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)

@@ -1,8 +1,8 @@
 """`python -m varuna_capslog.varuna_plugin.launch`: Varuna's launcher with a cut list and a correct exit status.
 
 It takes the launcher's options and gives scripts the same arguments; Varuna's launcher computes the layout of ranks.
-The first process that fails ends the others, and its status is the command's. No manager, no daemon, no `pkill`: only
-processes that were started here are ended.
+When a process fails, the others are ended, and the command ends with that process's status. No manager, no daemon, no
+`pkill`: only processes that were started here are ended.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _POLL_SECONDS = 0.05
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start a job as Varuna's launcher would; see `--help` there for its options.
 
-    Own options: `--cuts`, a plan file or a list such as 0,3,7; or `--profile`, a profile from which cuts for
+    Additional options: `--cuts`, a plan file or a list such as 0,3,7; or `--profile`, a profile from which cuts for
     `--nstages` are searched, with `--planner` and `--capacity` as for `capslog plan`. Without `--master_port` a single
     host gets a free port.
 
     Returns:
-        0 when every process ended with 0; else the status of the process that failed (not of those that only lost it),
-        128 + n when signal n ended it; 2 for a mistake on the command line, 3 when nothing keeps within the capacity.
+        0 when every process ended with 0; else the status of the process that failed (not of processes that only lost
+        a peer), 128 + n after signal n; 2 for a wrong command line, 3 when no cut list keeps within the capacity.
     """
     try:
         return _launch(*split_arguments(sys.argv[1:] if arguments is None else arguments))
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], Namespace]:
-    """Return Varuna's arguments, with the script and its own, and the plugin's options."""
+    """Return the arguments of Varuna's launcher, with the script and its arguments, and the plugin's options."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cuts")
     parser.add_argument("--profile")
@@ -60,12 +60,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], Namespace]:
 
 
 def _options(arguments: list[str]) -> list[str]:
-    """Options before the training script, whose own arguments may have the same names as ours."""
+    """Return the options before the training script, whose own arguments may have the same names as ours."""
     return list(itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments))
 
 
 def _cuts(ours: Namespace, num_stages: int) -> str | None:
-    """Cut list or plan file for the workers."""
+    """Return the cut list or plan file for the workers; None without `--cuts` and `--profile`."""
     if ours.profile is not None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
@@ -144,11 +144,11 @@ def _parsed(launcher: Any, arguments: list[str]) -> Any:
 def watch(start: Callable[[list[subprocess.Popen[bytes]]], None], name: Callable[[int], str]) -> int:
     """Start processes, wait, and end the others when one fails. SIGINT, SIGTERM and Varuna's SIGUSR1 are passed on.
 
-    start: adds each process to the list that it is called with. name: of a process by its place in that list.
-    Returns the status of the process that failed, as `main` does.
+    start: called with a list, to which it adds each process. name: returns a process's name by its index in that list.
+    Returns 0, the status of the process that failed, as `main` does, or 128 + n after SIGINT or SIGTERM.
     """
     workers: list[subprocess.Popen[bytes]] = []
-    heard: list[int] = []  # of the first two
+    heard: list[int] = []  # SIGINT and SIGTERM
 
     def pass_on(number: int) -> None:
         if number != signal.SIGUSR1:
@@ -164,7 +164,7 @@ def watch(start: Callable[[list[subprocess.Popen[bytes]]], None], name: Callable
                 states = [worker.poll() for worker in workers]
                 failed = next((index for index, state in enumerate(states) if state), None)
                 if failed is not None and not heard:
-                    # a process that only lost its neighbour may be seen first: wait for the one that failed
+                    # a process that only lost its peer may end first: wait for the process that failed
                     time.sleep(0.5)
                     failed = _cause([worker.poll() for worker in workers])
                     status = int(workers[failed].returncode)
@@ -179,7 +179,7 @@ def watch(start: Callable[[list[subprocess.Popen[bytes]]], None], name: Callable
 
 
 def _cause(states: Sequence[int | None]) -> int:
-    """Index of the process that failed: the first that did not merely lose another one."""
+    """Return the index of the process that failed: the first whose status is not that of a lost peer."""
     failed = [index for index, state in enumerate(states) if state]
     return min(failed, key=lambda index: states[index] == PeerLost.exit_status)
 

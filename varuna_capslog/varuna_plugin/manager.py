@@ -1,15 +1,15 @@
 """`python -m varuna_capslog.varuna_plugin.manager`: Varuna's `run_varuna` on one machine, with a morph server of ours.
 
-`run_varuna` itself reads the list of machines, writes the arguments of the job and starts a launcher for each line
-`127.0.0.1`. What it starts and ends besides is replaced while it runs here:
+`run_varuna` reads the list of machines, writes the job's arguments and starts a launcher for each line `127.0.0.1`. Its
+commands are replaced while it runs here:
 
     python -m varuna.launcher       `varuna_plugin.launch`
     python -m varuna.morph_server   threads of this process that listen on the same port
-    python -m varuna.catch_all      the same on its port; nothing is killed after 30 minutes without a message
-    sudo pkill -f varuna            nothing: only processes that were started here are ended
+    python -m varuna.catch_all      threads that listen on its port; no job is killed after 30 minutes without a message
+    sudo pkill -f varuna            no command: only processes that were started here are ended
 
-The message "morph" sends SIGUSR1 to the workers, whose script saves and ends, and then starts the job again with the
-lines that the list has by then (`run_varuna --resume`). "preempt" lets the job save and end.
+On the message "morph" the workers get SIGUSR1, the script saves and ends, and the job starts again with the machines
+that are then in the list (`run_varuna --resume`). On "preempt" the job saves and ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["main"]
 HEARTBEAT_PORT, MORPH_PORT = 5000, 4200
 """Ports to which Varuna's programs send their messages."""
 JOB_FOLDER = "varuna_job"
-"""Folder in the current one with the arguments of the job, in place of /tmp/varuna, which all jobs of a host share."""
+"""Folder, in the current folder, of the job's arguments, in place of /tmp/varuna, which all jobs of a host share."""
 _MESSAGE_BYTES = 1024
 _MESSAGE_SECONDS = 10.0
 
@@ -46,8 +46,8 @@ _MESSAGE_SECONDS = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as `python -m varuna.run_varuna` with these arguments would, until the script has ended.
 
-    Own options: those of `varuna_plugin.launch`. Returns 0 when all workers have ended with 0 and no message asked for
-    more; else the status that `varuna_plugin.launch` tells; 2 for a mistake on the command line.
+    Additional options: those of `varuna_plugin.launch`. Returns 0 when all workers have ended with 0 after the last
+    "morph"; else the status that `varuna_plugin.launch` returns; 2 for a wrong command line.
     """
     varuna_arguments, ours = split_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -67,13 +67,13 @@ def _manage(arguments: list[str], ours: Namespace) -> int:
         if "preempt" in message or "morph" in message:
             if "preempt" not in message:
                 morphs.set()
-            os.kill(os.getpid(), signal.SIGUSR1)  # `watch` passes it on
+            os.kill(os.getpid(), signal.SIGUSR1)  # `watch` passes it on to the workers
 
     arguments = ["--manager_ip", address, *arguments]
     with contextlib.ExitStack() as context:
         context.enter_context(_listening(address, MORPH_PORT, hear))
         context.enter_context(_listening(address, HEARTBEAT_PORT, lambda message: None))
-        context.enter_context(heard_signals((signal.SIGUSR1,), lambda number: None))  # between two starts
+        context.enter_context(heard_signals((signal.SIGUSR1,), lambda number: None))  # ignored between two starts
         while True:
             morphs.clear()
             status = watch(functools.partial(_run_varuna, arguments, options), _machine)
@@ -88,7 +88,7 @@ def _machine(number: int) -> str:
 
 
 def _address(arguments: Sequence[str]) -> str:
-    """Return the manager's address: --manager_ip, or this machine alone."""
+    """Return the manager's address: --manager_ip, or 127.0.0.1."""
     for before, word in itertools.pairwise(arguments):
         if before == "--manager_ip":
             return word
@@ -101,14 +101,14 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def _listening(address: str, port: int, hear: Callable[[str], None]) -> Iterator[None]:
-    """Answer Varuna's messages on this port, in threads. hear: called with each message. Raises CapslogError."""
+    """Answer Varuna's messages, in threads. hear: called with each message. Raises CapslogError for a taken port."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             self.request.settimeout(_MESSAGE_SECONDS)
             try:
                 message = str(self.request.recv(_MESSAGE_BYTES), "ascii", "replace")
-            except OSError:  # nothing was said, or the sender has gone
+            except OSError:  # no message came, or the sender has gone
                 return
             if "is_running?" in message:
                 self.request.sendall(b"yes")
@@ -135,7 +135,7 @@ def _run_varuna(arguments: Sequence[str], options: Sequence[str], launchers: lis
 
     def system(command: str) -> int:
         if "varuna.morph" in command or "varuna.catch" in command:
-            return 0  # ours listen already
+            return 0  # our threads listen already
         raise CapslogError(f"run_varuna wants to run {command!r}, which is not expected; report this")
 
     def start(command: list[str], **keywords: Any) -> subprocess.Popen[bytes]:
@@ -161,7 +161,7 @@ def _run_varuna(arguments: Sequence[str], options: Sequence[str], launchers: lis
     except (AssertionError, OSError) as error:
         raise CapslogError(f"run_varuna: {error}") from error
     except SystemExit as end:
-        if end.code:  # a mistake on the command line, which argparse has told
+        if end.code:  # argparse has printed the mistake on the command line
             raise CapslogError("run_varuna did not start") from end
     finally:
         patches.undo()

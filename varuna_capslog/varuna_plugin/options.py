@@ -1,6 +1,6 @@
-"""The user's configuration, kept until the next Varuna is built.
+"""The plugin's options of this process: `configure` sets them; the patches read them when Varuna is built and trains.
 
-Every rank searches cuts from a profile by itself, in milliseconds and with the same result.
+Each rank searches cuts from a profile by itself, in milliseconds and with the same result.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from varuna_capslog.varuna_plugin.tracing import Trace, uniform_cuts
 __all__ = ["CUTS_VARIABLE", "Options", "Search", "configure", "current", "cuts_of", "parse_cuts"]
 
 
-# -- The cuts of a plan for Varuna. Everything else that a plan may set is refused by the name of its field.
+# -- The cuts of a plan for Varuna. A plan that sets anything else is refused, with the name of the field.
 
 
 _SCHEDULE = "varuna"
 
 
 def cuts_of(plan: Plan) -> tuple[int, ...]:
-    """Cuts of a plan of one stage per rank in the order of the chain, every stage recomputed as a whole.
+    """Return the cuts of a plan that Varuna can run: stage i on rank i, in the chain's order, each wholly recomputed.
 
-    Raises CapslogError for anything that Varuna would not do; the message names the field and its value.
+    Raises CapslogError for any other plan; the message names the field and its value.
     """
     ours = {"schedule": plan.schedule or _SCHEDULE, "routes": plan.routes, "variants": plan.variants}
     theirs: dict[str, tuple[Any, str]] = {
@@ -84,21 +84,21 @@ def _check_stage(number: int, stage: PlanStage, begin: int) -> None:
 _log = logging.getLogger(__name__)
 
 CUTS_VARIABLE = "CAPSLOG_VARUNA_CUTS"
-"""Environment variable with a plan file or a comma-separated cut list; `plugin.launch` sets it, `configure` wins."""
+"""Environment variable with a plan file or comma-separated cut list; `launch` sets it, `configure` overrides it."""
 
 
 class Search:
     """Search of cuts from a profile.
 
     Args:
-        profile: of the model's pieces, from `plugin.profile` or `capslog profile`, or its file.
-        devices: expected stages, for which the search is tried at once; None is as many as Varuna has.
+        profile: profile of the model's pieces, from `plugin.profile` or `capslog profile`, or its file.
+        devices: expected number of stages, for which the constructor searches at once; None: that of Varuna.
         planner, memory: names as for `capslog plan`.
-        capacity: bytes of every stage's device, or of each; also as text ("16GiB", "16GiB,8GiB").
+        capacity: bytes of a device, one number for all stages or one each; also as text ("16GiB", "16GiB,8GiB").
 
     Raises:
         CapslogError: an impossible value.
-        DoesNotFit: with `devices`: nothing keeps within the capacity.
+        DoesNotFit: with `devices`: no cut list keeps within the capacity.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class Search:
             )
 
     def plan(self, num_stages: int, num_pieces: int | None = None) -> Plan:
-        """Plan for this number of stages. num_pieces: of the model, where known.
+        """Return a plan for this number of stages. num_pieces: the model's number of pieces, where known.
 
         Raises:
-            CapslogError: the profile is of another model, other devices were expected, or it has no bytes.
+            CapslogError: the profile is of another model or has no bytes, or `devices` is another number.
             DoesNotFit: no cut list keeps within the capacity; names the stage and a sufficient number of devices.
         """
         if num_pieces is not None and num_pieces != self.profile.num_layers:
@@ -157,8 +157,8 @@ class Search:
 class Options:
     """Values given to `configure`.
 
-    num_pieces: of the model that the plan is for, where known. search: finds cuts instead, once the number of stages is
-    known.
+    num_pieces: pieces of the model for which `cuts` were planned, where known. search: finds cuts when the number of
+    stages is known; `cuts` is None then.
     """
 
     cuts: tuple[int, ...] | None = None
@@ -170,8 +170,8 @@ class Options:
     trace: Trace | None = None
 
     def cuts_for(self, num_pieces: int, num_stages: int) -> tuple[int, ...]:
-        """Cut list of a model. Raises CapslogError where the cuts, or their profile, are for another model or number of
-        stages, and DoesNotFit where no searched cut list keeps within the capacity.
+        """Return the cut list of a model. Raises CapslogError where the cuts, or the profile, are for another model or
+        number of stages, and DoesNotFit where no searched cut list keeps within the capacity.
         """
         if self.search is not None:
             return self.search.plan(num_stages, num_pieces).cut_list
@@ -191,8 +191,8 @@ class Options:
 
 
 _current = Options()
-"""The options of the process: Varuna's classes are patched for the whole process, and its constructor and its threads,
-which read these options, take no argument of ours."""
+"""Options of the process: Varuna's classes are patched for the whole process, and Varuna's constructor and threads,
+which read the options, take no argument of ours."""
 
 
 def configure(
@@ -205,23 +205,23 @@ def configure(
     trace: Trace | None = None,
     **search: Any,
 ) -> None:
-    """Set how the next Varuna is built; options left out return to their defaults, which are Varuna's own.
+    """Set the options of the next Varuna; omitted options return to their defaults.
 
     Args:
         cuts: a plan, a plan file, or the first piece of each stage (`[0, 3, 7]`: piece i begins behind the i-th
-            CutPoint); None is Varuna's uniform split.
+            CutPoint); None: Varuna's uniform split.
         profile: a profile or its file, from which cuts are searched when Varuna is built, in place of `cuts`.
-        stages_of_interest: stages that compute; the others pass on dummy tensors of the right shapes and hold nothing,
-            so that memory and time of the former can be measured on small devices. The losses have no meaning.
-        loss: "mean" weights each microbatch by its samples (its last may be shorter); "sum" adds the losses up, for a
-            model that divides by the minibatch's own normalisers.
+        stages_of_interest: stages that compute; all others hold nothing and pass on dummy tensors of the right shapes,
+            so that their ranks can use small devices while these stages are measured. The losses have no meaning.
+        loss: "mean" weights each microbatch by its number of samples (the last may be shorter); "sum" adds the losses
+            up, for a model that divides by the minibatch's own normalisers.
         timeout_seconds: longest wait for a message, a gradient or the other ranks; then the rank ends with an error.
-        trace: of the model, taken elsewhere on inputs of the same sizes; None: Varuna's first rank takes it.
+        trace: trace of the model on inputs of the same sizes; None: rank 0 traces the model when Varuna is built.
         search: with a profile: `devices`, `planner`, `memory` and `capacity`, as in `Search`.
 
     Raises:
         CapslogError: an impossible value, or a plan that Varuna cannot run.
-        DoesNotFit: with `devices`: nothing keeps within the capacity.
+        DoesNotFit: with `devices`: no cut list keeps within the capacity.
     """
     global _current
     _, *search_options = inspect.signature(Search).parameters.values()
@@ -255,7 +255,7 @@ def configure(
 
 
 def current() -> Options:
-    """Configured options; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
+    """Return the configured options; without cuts or search, with the cuts of `CAPSLOG_VARUNA_CUTS`."""
     cuts = os.environ.get(CUTS_VARIABLE)
     if _current.cuts is not None or _current.search is not None or not cuts:
         return _current

@@ -1,6 +1,6 @@
 """`plugin.profile`: measures each piece of a CutPoint model on Varuna, by trimming, and returns a `Profile`.
 
-Every run is a Varuna job of up to three stages of which only the middle one computes: one piece, or two neighbours
+Every run is a Varuna job of up to three stages. Only the middle stage computes: one piece, or two neighbouring pieces
 (CAPSlog, Sec. III-A). `profiling.launches` starts the workers.
 """
 
@@ -47,7 +47,7 @@ __all__ = ["STEPS", "observe", "profile"]
 
 # -- The processes of a profile: the measured stage, and the stages before and behind it.
 #
-# A worker builds the model's skeleton once, and a new Varuna job for every run, since Varuna cuts a model up for good.
+# A worker builds the model's skeleton once, and a new Varuna for every run, since Varuna reduces a model for good.
 # Memory and seconds have the meanings of `profiling.trim.observe`, so both engines have the same profile format.
 
 
@@ -59,9 +59,9 @@ class ProfileOptions:
     """Options of a profile.
 
     Attributes:
-        optimizer: makes one from parameters; default torch's AdamW.
-        device: "cpu" or "cuda", of the stages that are measured; their neighbours need none.
-        workers: runs at a time; on the CPU each has two light companions.
+        optimizer: makes an optimizer from parameters; default torch's AdamW.
+        device: device of the measured stages, "cpu" or "cuda"; their neighbours need no GPU.
+        workers: runs at a time; each has two light companion processes on the CPU.
         threads: CPU threads of a measured stage.
         loss: as for `configure`.
         timeout_seconds: longest wait of a run for a message.
@@ -95,7 +95,7 @@ _BEFORE, _MEASURED, _BEHIND = range(3)
 def varuna_roles(
     source: Callable[[], Subject], number: int, port: int, device: torch.device
 ) -> tuple[Role, list[Role]]:
-    """Measured stage's role on Varuna, and the roles of one neighbour before it and one behind it."""
+    """Return the role of the measured stage on Varuna, and the roles of its neighbours before and behind."""
     subject = source()
     with silent():
         torch.manual_seed(0)
@@ -120,9 +120,9 @@ def _play(
     role: tuple[int, torch.device],
     meeting: tuple[int, str],
 ) -> Observation | None:
-    """Play one rank of a run. Return None on neighbours, and where the run has no stage for this role.
+    """Carry out one rank's role in a run. Return None on neighbours, and where the run has no stage for this role.
 
-    role: the stage's place, and its device. meeting: port and name under which the ranks of this run find each other.
+    role: the stage's place, and its device. meeting: port and name of the rendezvous of this run's ranks.
     """
     cuts = [0] if run.first == 0 else [0, run.first]
     cuts += [run.end] if run.has_downstream else []
@@ -166,7 +166,7 @@ def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         held = stage in partition.stages_of[name] if stage == interest else name in shared
-        # Varuna takes the others away for good, so they must not be the skeleton's own
+        # Varuna frees the other parameters for good, so they must not be the skeleton's own
         hollow = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = real_parameter(parameter) if held else hollow
     torch.manual_seed(0)
@@ -204,7 +204,7 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
     measured.around_forward = contextlib.nullcontext
     with meter.peak(measured.given if stage.stage == 0 else ()):
         measured.step(inputs)
-    # every forward and backward, without the waiting of a backward
+    # time every forward and backward, without a backward's wait for gradients
     measured.around_forward = lambda: meter.timing("forward")
     stage.watch_backward = measured.time_backward
     measured.step(inputs)
@@ -217,7 +217,7 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
 
 
 class _OffDevice(Bundle):
-    """Leaving tensors, copied to memory that torch does not count: on a CPU, host memory is the device's."""
+    """Bundle that copies leaving tensors to memory that torch does not count: on a CPU, host memory is the device's."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
@@ -229,8 +229,8 @@ class _OffDevice(Bundle):
 class _MeasuredStage:
     """A rank's Varuna and the meter that measures it.
 
-    given: the tensors of one microbatch's inputs, as the model was called. around_forward: gives a context that is open
-    during each of the user's forwards on this stage.
+    given: the tensors in the inputs of the last forward. around_forward: returns a context that is open during each
+    forward of the model on this stage.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -295,8 +295,8 @@ def profile(
     """Profile a model with CutPoints on the installed Varuna; not inside a job, as it starts its own processes.
 
     The model runs once, whole, in this process (as when a Varuna is built) for the shapes at its cuts. After that no
-    process makes more than two neighbouring pieces real. Rows have the same meaning as those of `capslog profile`;
-    bytes are the device's, so tensors that Varuna keeps in host memory do not count.
+    process holds the parameters of more than two neighbouring pieces. Rows have the same meaning as those of `capslog
+    profile`; bytes are the device's, so tensors that Varuna keeps in host memory do not count.
 
     Args:
         model: the model, or a function that builds it; a function defined at the top level of a module is cheapest.
@@ -306,7 +306,7 @@ def profile(
 
     Raises:
         DoesNotFit: a run may need more memory than there is; nothing was tried.
-        CapslogError: no fitting Varuna, a model without CutPoints, no such device, or a run failed: which, and why.
+        CapslogError: no fitting Varuna, a model without CutPoints, no such device, or a failed run, with its cause.
     """
     fields.refuse_unknown(options, [field.name for field in dataclasses.fields(ProfileOptions)], "option")
     chosen = ProfileOptions(**options)
@@ -364,7 +364,7 @@ def _traced(
     chunk_size: int,
     chosen: ProfileOptions,
 ) -> tuple[str, Subject, nn.Module]:
-    """Varuna's commit, the subject and a whole model; Varuna is left as it was found."""
+    """Return Varuna's commit, the subject and a whole model; afterwards Varuna is patched only if it was before."""
     installed = bool(installed_patches())
     with silent():
         varuna_found = install()
@@ -390,7 +390,7 @@ def _measured(
     clock: LaunchTimes,
     progress: Progress | None,
 ) -> list[Observation]:
-    """Measure a row for each piece and each two neighbours."""
+    """Return a measured row for each piece and each two neighbouring pieces."""
     options = subject.options
     runs = stage_runs(subject.trace.num_pieces)
     specs = _cut_specs(subject)
@@ -401,7 +401,7 @@ def _measured(
     tasks.sort(key=lambda task: -task[1])
     devices = devices_of(options.device, min(options.workers, len(tasks)))
     modules = sorted({type(module).__module__ for module in model[0].modules()})
-    source: Any = ReadyValue(subject)  # where our own engine's workers get a workload
+    source: Any = ReadyValue(subject)  # our own engine's workers get a workload here
     described = Workers(source, devices, options.threads, modules, conditions, launches.free_bytes, names, varuna_roles)
     with failures_named(names), described.group(len(devices)) as group:
         rows = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
@@ -409,7 +409,7 @@ def _measured(
 
 
 def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
-    """Specs of the tensors that cross the cuts 0 .. K + 1, by position; nothing behind the loss."""
+    """Return the specs, by position, of the inputs and of the tensors at each CutPoint, and {} behind the loss."""
     input_specs = {
         str(index): TensorSpec.of(leaf)
         for index, leaf in enumerate(pytree.tree_leaves(dict(subject.batch)))
@@ -422,8 +422,8 @@ def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
 def _bound_bytes(
     trace: Trace, sizes: Mapping[str, int], specs: Sequence[Mapping[str, TensorSpec]], run: StageRun, device: str
 ) -> int:
-    """Most bytes that a run takes: results of its operations, gradients of the same size, the parameters as in
-    `admission`, and copies of the tensors that cross its cuts in three processes.
+    """Return an upper bound of a run's bytes: results of its operations, gradients of equal size, parameters with their
+    copies, as in `launches.BoundTable`, and copies of the tensors at its cuts in three processes.
     """
     pieces = set(range(*run))
     held = [sizes[name] for name, used in trace.parameters.items() if pieces & set(used)]
@@ -434,7 +434,7 @@ def _bound_bytes(
 
 
 def _names(trace: Trace) -> list[str]:
-    """Names of the pieces, each after the first module that runs wholly inside it."""
+    """Return the names of the pieces, each after the first module that runs wholly inside the piece."""
     names: list[str] = []
     for piece in range(trace.num_pieces):
         inside = next((call.module for call in trace.calls if call.first == call.last == piece), None)
@@ -445,7 +445,7 @@ def _names(trace: Trace) -> list[str]:
 
 
 def _described(value: Any, name: str = "") -> dict[str, list[int]]:
-    """Shapes of the tensors among the inputs, by dotted names."""
+    """Return the shapes of the tensors among the inputs, by dotted names."""
     if isinstance(value, Tensor):
         return {name: list(value.shape)}
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""`python -m varuna_capslog.varuna_plugin.script train.py ...`: an unchanged Varuna script with the plugin installed.
+"""`python -m varuna_capslog.varuna_plugin.script train.py ...`: runs an unchanged Varuna script with the plugin.
 
-A failure ends the process with one sentence, at once: threads that wait for a dead neighbour would keep it alive.
+A failure ends the process at once, since threads that wait for a dead neighbour would keep it alive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> NoReturn:
         from varuna_capslog.varuna_plugin.wire import named_loss
 
         install()
-        # collectives of the script's own end in a sentence, too
+        # an error in the script's own collectives becomes one sentence, too
         with named_loss("running the script's own collectives", None):
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:

@@ -1,7 +1,7 @@
-"""Reduces a model to one stage: frees foreign parameters, skips foreign modules, activates its two CutPoints.
+"""Reduces a model to one stage: frees other stages' parameters, skips modules before it, activates its two CutPoints.
 
-Replaces `PartitionedModel.initialize` and all that it calls. The trace is taken on one rank and sent to the others, so
-nothing is written into the current folder and every rank has the same partition.
+Replaces `PartitionedModel.initialize` and all that it calls. Rank 0 traces the model and sends the trace to the others,
+so nothing is written into the current folder and every rank has the same partition.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ __all__ = ["ANCHOR", "CutShapes", "Draws", "StageRun", "cut_forward", "initializ
 
 # -- A rank's stage while it trains: the position of its forward, and the actions of its two CutPoints.
 #
-# A CutPoint does nothing, receives the stage's inputs, or sends the stage's outputs and ends its forward. Varuna's
-# executor calls it as the original (`recv_fn`, `send_fn` and `set_ret_val_func`), with a `Bundle` in place of the
-# tensor.
+# A CutPoint does nothing, receives the stage's inputs, or sends the stage's outputs and ends its forward. It calls the
+# functions that Varuna sets for the original (`recv_fn`, `send_fn` and `set_ret_val_func`), with a `Bundle` in place of
+# the tensor.
 
 
 class StageDone(Exception):
-    """Ends a stage's forward at its last cut; Varuna's forward swallows it, the return value being set."""
+    """Exception that ends a stage's forward at its last cut. Varuna's forward ignores it: the return value is set."""
 
 
 def cut_forward(self: Any, *inputs: Any) -> Any:
@@ -64,11 +64,11 @@ def cut_forward(self: Any, *inputs: Any) -> Any:
 
 
 class _Receive(torch.autograd.Function):
-    """Function that gives received tensors a place in the graph; its backward sends their gradients."""
+    """Autograd function that puts received tensors into the graph; its backward sends their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, entry: EntryCut, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # not arguments of the function: an argument given back is a view, and nothing may then work on it in place
+        # in a tuple: a tensor argument that is returned becomes a view, which in-place operations may not change
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -83,7 +83,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Function that ends a stage's graph in a meaningless number; its backward waits for the next stage's gradients."""
+    """Autograd function that ends a stage's graph in a dummy scalar; its backward receives the gradients of the cut."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, leaving: ExitCut, *tensors: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class _Send(torch.autograd.Function):
 
 @functools.cache
 def anchor_on(device: torch.device) -> Tensor:
-    """Tensor that makes a function part of the graph although none of its tensors may need a gradient; it gets none."""
+    """Return an argument that puts a function into the graph when no other needs a gradient; it gets no gradient."""
     return torch.empty(0, device=device, requires_grad=True)
 
 
@@ -118,7 +118,7 @@ class EntryCut:
         self._differentiable = any(tensor.requires_grad for tensor in spec.tensors)
 
     def __call__(self, *_: Any) -> Any:
-        """Return the received tensors in the structure that the CutPoint has when nothing is cut."""
+        """Return the received tensors in the structure that the CutPoint returns without a cut."""
         tensors = self.point.recv_fn().tensors
         self.run.active = True
         if self._differentiable and torch.is_grad_enabled():
@@ -138,7 +138,7 @@ class ExitCut:
 
     def __init__(self, point: Any, spec: CutSpec, run: StageRun) -> None:
         self.point, self.spec, self.run = point, spec, run
-        # as in models that Varuna runs without the plugin
+        # a single tensor, as in models for unpatched Varuna
         self._one = spec.present == (True,) and spec.structure == _ONE_TENSOR
 
     def __call__(self, *inputs: Any) -> Any:
@@ -180,8 +180,8 @@ class Draws:
     Varuna's own random stream belongs to a rank, so other cuts draw other numbers. Here the device's generator is
     seeded whenever a forward enters a piece, as our engine seeds a layer. Used where cuts change during a run.
 
-    points: the model's CutPoints in the order of the forward; takes their `boundary_func`, which Varuna leaves unused
-    here. seed: of the run.
+    points: the model's CutPoints in the order of the forward; sets their `boundary_func`, which Varuna does not use
+    here. seed: seed of the run.
     """
 
     def __init__(self, points: Iterable[Any], device: torch.device, seed: int) -> None:
@@ -192,12 +192,12 @@ class Draws:
             point.boundary_func = lambda piece=index + 1: self._enter(piece)
 
     def begin_step(self, step: int, batches: Mapping[int, dict[str, Any]]) -> None:
-        """Begin a step. batches: its microbatches by number, as the same objects that the model is called with."""
+        """Begin a step. batches: microbatches by number, the same objects with which the model is called."""
         self._step = step
         self._numbers = {id(batch): index for index, batch in batches.items()}
 
     def begin_forward(self, inputs: dict[str, Any]) -> None:
-        """Begin a forward or recomputation of this microbatch."""
+        """Begin a forward or recomputation of the microbatch with these inputs."""
         self._microbatch = self._numbers.get(id(inputs), 0)
         self._enter(0)
 
@@ -213,10 +213,10 @@ class StageRun:
         norms: the modules of the stage that keep running statistics.
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
         bundle_type: class of the bundles that leave the stage.
-        rooms: of the messages in each direction, by (task, "in" or "out").
-        active, left: True once the forward has reached the stage's own code, and the cut behind.
+        rooms: frame sizes of the messages in each direction, by (task, "in" or "out").
+        active, left: True once the forward has reached the stage's first piece, and the cut behind the stage.
         gradients_sent: True once the backward under way has sent gradients to the stage before.
-        draws: set where random numbers must not depend on the cuts.
+        draws: seeds random numbers where they must not depend on the cuts; else None.
         watch_backward: called with "begun", "gradients arrived" (from the stage behind) and "ended" in each backward.
     """
 
@@ -238,21 +238,21 @@ class StageRun:
 
 # -- Model trimming on Varuna (CAPSlog, Sec. III-A): stages that are not to be measured pass on dummy tensors.
 #
-# A trimmed stage receives and sends tensors of the same shapes as the whole stage, forwards and backwards, but holds
-# and computes nothing: its rank can be any small device. The values have no meaning; the memory and time of the
+# A trimmed stage receives and sends tensors of the same shapes as the whole stage, in forward and backward, but holds
+# and computes nothing, so a small device suffices for its rank. The values have no meaning; the memory and time of the
 # stages of interest do.
 
 
 def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> set[str]:
-    """Parameters that a trimmed stage shares with stages of interest: their sums of gradients need every partner."""
+    """Return the parameters that a trimmed stage shares with stages of interest: gradient sums need all holders."""
     return {name for tie in ties for name in tie.names if stage in partition.stages_of[name]}
 
 
 class CutShapes:
-    """Shapes of the tensors that cross every cut for some inputs, from a fake forward, once per input sizes.
+    """Function from inputs to the specs of the tensors at each cut, by a forward on fake tensors, once per input size.
 
-    model: whole; it is copied without its parameters' memory, and may be reduced afterwards. names: of the CutPoints,
-    in the order of the forward.
+    model: the whole model; it is copied without its parameters' memory, and may be reduced afterwards. names: names of
+    the CutPoints, in the order of the forward.
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
@@ -269,7 +269,7 @@ class CutShapes:
             points[name].cp_func = functools.partial(self._report, name)
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[tuple[TensorSpec, ...]]:
-        """Specs of each cut's tensors, by no values; raises CapslogError where a shape depends on values."""
+        """Return the specs of each cut's tensors. Raises CapslogError where a shape depends on tensor values."""
         key = repr(pytree.tree_map_only(Tensor, lambda leaf: (tuple(leaf.shape), leaf.dtype), dict(inputs)))
         if key not in self._known:
             self._known[key] = self._run(pytree.tree_map_only(Tensor, self._mode.from_tensor, dict(inputs)))
@@ -277,7 +277,7 @@ class CutShapes:
 
     def _run(self, fakes: dict[str, Any]) -> list[tuple[TensorSpec, ...]]:
         self._found = []
-        # running statistics are copies: a fake forward may change them
+        # running statistics are copies, so the fake forward may change them
         try:
             with self._mode, torch.enable_grad():
                 self._model(**fakes)
@@ -300,7 +300,7 @@ class CutShapes:
 
 
 class _Between(torch.autograd.Function):
-    """Function that puts dummy tensors into the autograd graph; its backward gives zeros to the received tensors."""
+    """Autograd function that puts dummy tensors into the graph; its backward gives zeros to the received tensors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, made: tuple[Tensor, ...], *received: Tensor) -> tuple[Tensor, ...]:
@@ -317,7 +317,7 @@ class _Between(torch.autograd.Function):
 
 
 def play_stage(model: nn.Module, run: StageRun, shapes: CutShapes | None, device: torch.device) -> None:
-    """Replace the forward of a reduced model by that of a trimmed stage. shapes: at the cuts; None: as traced."""
+    """Replace a reduced model's forward by that of a trimmed stage. shapes: specs at the cuts; None: as traced."""
 
     def forward(**inputs: Any) -> Any:
         received: list[Tensor] = []
@@ -345,17 +345,17 @@ def play_stage(model: nn.Module, run: StageRun, shapes: CutShapes | None, device
 _log = logging.getLogger(__name__)
 
 ANCHOR = "capslog_anchor"
-"""Name of the empty parameter of a stage that has none of its own: optimizers refuse empty lists."""
+"""Name of the empty parameter of a stage without parameters: optimizers refuse empty lists."""
 
 _TRACED_SAMPLES = 2
-"""One sample would fail in batch normalisation over features."""
+"""Samples of the traced batch; one sample would fail in batch normalisation over features."""
 
 
 def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = False) -> None:
     """Replace `PartitionedModel.initialize`; `from_cache` has no meaning here, since nothing is cached in files.
 
-    Raises CapslogError on every rank: the trace failed, the ranks have different models or cut lists, or the cuts do
-    not fit the model.
+    Raises CapslogError on every rank: the trace failed, the ranks have different models or cut lists, the cuts do not
+    fit the model, or a forward changes buffers.
     """
     from varuna.partitioned_model import CutPoint
 
@@ -393,7 +393,7 @@ def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
             raise CapslogError(
                 f"stages_of_interest={list(interest)}, but the stages are 0 to {run.partition.num_stages - 1}"
             )
-        # no real stage is left in the other ties
+        # other ties have no stage that computes
         run.ties = tuple(tie for tie in run.ties if set(tie.stages) & set(interest))
     if interest is None or run.stage in interest:
         reduce_to_stage(model, run)
@@ -405,7 +405,7 @@ def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
-    """Partition that every rank has configured; a rank that fails tells all, so that none waits for it."""
+    """Return the partition, if all ranks have the same; a rank's error is raised on every rank, so that none waits."""
     partition = problem = None
     try:
         partition = Partition(trace, current().cuts_for(trace.num_pieces, num_stages))
@@ -428,7 +428,7 @@ def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partit
 
 
 def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: type[nn.Module]) -> Trace:
-    """Trace on rank 0 and send the trace to all; a failure there is an error on every rank, so that none waits."""
+    """Trace on rank 0 and send the trace to all; a failure is raised on every rank, so that none waits."""
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -447,7 +447,7 @@ def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: typ
 def _wake(
     partitioned: Any, points: dict[str, Any], spec: Any, index: int, kind: type[EntryCut] | type[ExitCut]
 ) -> tuple[Any, Any]:
-    """Stage's CutPoint with the attributes that Varuna sets, and its function; (None, None) without one."""
+    """Return the CutPoint of `spec` with the attributes that Varuna sets, and its function; two None without `spec`."""
     if spec is None:
         return None, None
     point = points[spec.name]
@@ -460,8 +460,8 @@ def _wake(
 def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = None) -> None:
     """Free every parameter and buffer that the stage does not use, and skip modules before its first cut.
 
-    The names of the remaining tensors do not change, so that checkpoints are the same for any cut list. kept: names
-    that stay instead of those that the stage uses.
+    The names of the remaining tensors do not change, so that checkpoints are the same for any cut list. kept: names to
+    keep, in place of those that the stage uses.
     """
     foreign = {
         name
@@ -484,7 +484,7 @@ def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = Non
 
 
 def _skipped_modules(partition: Partition, stage: int) -> dict[str, Any]:
-    """Outermost modules with a call wholly before the stage's first cut, and their results' structure."""
+    """Return the outermost modules with a call wholly before the stage's first piece -> structure of their results."""
     first = partition.cuts[stage]
     calls = partition.trace.calls
     skipped: dict[str, Any] = {}
@@ -498,7 +498,7 @@ def _skipped_modules(partition: Partition, stage: int) -> dict[str, Any]:
 
 
 def _guard(module: nn.Module, name: str, structure: Any, run: StageRun) -> None:
-    """Make the module return phantoms as long as the forward has not reached the stage's own code."""
+    """Make the module return phantoms until the forward has reached the stage's first piece."""
     real = module.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:

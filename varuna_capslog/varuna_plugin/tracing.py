@@ -1,7 +1,7 @@
 """Finds the pieces that use each parameter and buffer, and the tensors at each CutPoint, from one real forward.
 
-The model runs once, whole, on a small batch; every operation is watched below the level of modules, so that the name or
-view by which a parameter is used does not matter. Nothing of the model changes: gradients are not kept, buffers are
+The model runs once, whole, on a small batch. Every operation is recorded below the level of modules, so the name or
+view by which a parameter is used does not matter. The model does not change: gradients are not kept, buffers are
 copies, random numbers are restored. A *piece* is the part between two CutPoints, counted from 0.
 """
 
@@ -44,15 +44,15 @@ __all__ = [
 # -- Placeholders for values that other stages compute.
 #
 # Varuna runs the whole `forward` of a model on every stage; code before the stage's first cut works on phantoms. A
-# phantom can be used in any tensor code, which returns phantoms; code that needs a number or a decision from it gets
-# an error that says that another stage has the value.
+# phantom can be used in any tensor code, which returns phantoms; code that needs a number or a decision from a phantom
+# raises an error that says that another stage has the value.
 
 
 class Phantom:
     """Placeholder for a value of another stage.
 
-    source: its origin, for messages. dims: number of dimensions, where known; its `shape` can then be unpacked. length:
-    number of entries, where known; it can then be unpacked itself.
+    source: origin of the value, for errors. dims: number of dimensions, where known; `shape` can then be unpacked.
+    length: number of entries, where known; the phantom itself can then be unpacked.
     """
 
     def __init__(self, source: str, dims: int | None = None, length: int | None = None) -> None:
@@ -136,7 +136,7 @@ def describe_structure(value: Any) -> Any:
 
 
 def make_phantoms(structure: Any, source: str) -> Any:
-    """Phantoms in the described structure."""
+    """Return phantoms in a structure of `describe_structure`."""
     kind = structure[0]
     if kind == "tensor":
         return Phantom(source, dims=structure[1])
@@ -161,7 +161,7 @@ def refuse_phantom(value: Any, where: str) -> None:
 
 
 def find_phantom(value: Any) -> Phantom | None:
-    """First phantom inside tuples, lists and dictionaries, or None."""
+    """Return the first phantom inside tuples, lists and dictionaries, or None."""
     return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Phantom)), None)
 
 
@@ -173,8 +173,8 @@ class CutSpec:
     """The tensors that cross a cut.
 
     Attributes:
-        structure: of the CutPoint's arguments.
-        present: per leaf of the structure, whether it is a tensor (else None).
+        structure: structure of the CutPoint's arguments.
+        present: for each leaf of the structure, True for a tensor, False for None.
         tensors: shape, dtype, stride and requires_grad in the traced run; only dtype and requires_grad hold for other
             batches.
     """
@@ -185,14 +185,14 @@ class CutSpec:
     tensors: tuple[TensorSpec, ...]
 
     def arguments(self, tensors: Iterable[Tensor]) -> Any:
-        """The CutPoint's arguments with these tensors in them."""
+        """Return the CutPoint's arguments with these tensors as leaves."""
         remaining = iter(tensors)
         return pytree.tree_unflatten([next(remaining) if present else None for present in self.present], self.structure)
 
 
 @dataclass(frozen=True)
 class Call:
-    """Call of a module: pieces at its begin and end, the call that made it (an index), its result's structure."""
+    """Call of a module: pieces at its begin and end, index of the enclosing call, structure of the result."""
 
     module: str
     parent: int | None
@@ -210,7 +210,7 @@ class Trace:
         parameters, buffers: name -> pieces that use it, ascending; one name per tensor, its first.
         calls: in order of their begin.
         moving: buffers that a forward changes, other than running statistics.
-        made_bytes: bytes of all results of a piece's operations: no forward can save more.
+        made_bytes: bytes of all results of each piece's operations: no forward of the piece can save more.
     """
 
     cuts: tuple[CutSpec, ...]
@@ -222,12 +222,12 @@ class Trace:
 
     @property
     def num_pieces(self) -> int:
-        """Number of pieces: one more than there are cuts."""
+        """Number of pieces: the number of cuts plus one."""
         return len(self.cuts) + 1
 
 
 def flatten_cut(arguments: tuple[Any, ...], name: str) -> tuple[list[Tensor], tuple[bool, ...], Any]:
-    """Tensors among a CutPoint's arguments, a flag per leaf (True: a tensor), and the structure around them.
+    """Return the tensors among a CutPoint's arguments, a flag per leaf (True: a tensor), and the arguments' structure.
 
     Raises CapslogError for a leaf that is neither a tensor nor None.
     """
@@ -271,7 +271,7 @@ class _Uses(TorchDispatchMode):
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have none
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have no storage
         return 0
 
 
@@ -311,7 +311,7 @@ def _never(packed: Any) -> Tensor:
 
 
 def _owned(names: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
-    """Pieces of each name. An unused tensor gets the piece of the name before it, so that some stage keeps it."""
+    """Return each name's pieces. An unused tensor gets the first piece of the name before, so that a stage keeps it."""
     result: dict[str, tuple[int, ...]] = {}
     before = next((min(seen[name]) for name in names if name in seen), 0)
     for name in names:
@@ -350,7 +350,7 @@ def _moving(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
 
 @contextlib.contextmanager
 def _watched_cuts(model: nn.Module, cut_type: type[nn.Module], uses: _Uses, cuts: list[CutSpec]) -> Iterator[None]:
-    """Make every CutPoint record its arguments and move on to the next piece."""
+    """Make every CutPoint record its arguments in `cuts`, and begin the next piece in `uses`."""
     points: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, cut_type)}
     reached: set[str] = set()
 
@@ -401,12 +401,12 @@ def _watched_calls(model: nn.Module, uses: _Uses) -> Iterator[list[Call]]:
 # -- A trace cut into stages: the parameters and pieces of each stage. Pure data and functions; the same on every
 #    rank.
 #
-# Stages are runs of pieces (the parts between CutPoints). A parameter or buffer belongs to every stage that uses it;
-# the first of these is its owner, which counts it once in the gradient norm and whose file holds it in a checkpoint.
+# A stage is a range of pieces. A parameter or buffer belongs to every stage that uses it; the first of these stages is
+# its owner, which counts it in the gradient norm and writes it to a checkpoint file.
 
 
 def uniform_cuts(num_pieces: int, num_stages: int) -> tuple[int, ...]:
-    """Varuna's own split: equally many pieces per stage, the last takes the rest; CapslogError for too few pieces."""
+    """Return Varuna's split: equally many pieces per stage, the last takes the rest. CapslogError: too few pieces."""
     if num_pieces < num_stages:
         raise CapslogError(
             f"the model has {num_pieces - 1} CutPoints, so {num_pieces} pieces, but {num_stages} stages; place more "
@@ -417,9 +417,9 @@ def uniform_cuts(num_pieces: int, num_stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TieGroup:
-    """Parameters that have one value and one gradient: one used by several stages, or several declared as shared.
+    """Parameters with one value and one gradient: a parameter that several stages use, or several declared as shared.
 
-    stages: all that hold one of them, ascending; the first counts it in the norm.
+    stages: all stages that hold one of the parameters, ascending; the first counts the gradient in the norm.
     """
 
     names: tuple[str, ...]
@@ -478,10 +478,10 @@ class Partition:
 
 
 def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> tuple[TieGroup, ...]:
-    """All ties, sorted by first name.
+    """Return all ties, sorted by first name.
 
-    declared: Varuna's `shared_weights`: names of parameters with equal values whose gradients belong together. Raises
-    CapslogError for a name that is no parameter of the model.
+    declared: Varuna's `shared_weights`: groups of parameter names with equal values, whose gradients are added up.
+    Raises CapslogError for a name that is no parameter of the model.
     """
     leader = {name: name for name in partition.trace.parameters}
 

@@ -1,8 +1,8 @@
 """Several tensors of any dtype, shape and memory format as one message between neighbouring stages.
 
-A header of fixed size describes the tensors, so microbatches may differ, and the ranks agree only on the number of
-tensors of a cut. Small tensors travel in one frame with it. Only `send` and `Expected` use torch.distributed; packing
-knows nothing of Varuna or of processes.
+A header of fixed size describes the tensors, so shapes may differ between microbatches; the ranks need to agree only on
+the number of tensors of a cut. Small tensors travel in one frame with the header. Only the section "between processes"
+uses torch.distributed; packing knows nothing of Varuna or of processes.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _LARGEST_FRAME = 1 << 19
 
 @dataclass(frozen=True)
 class Bundle:
-    """The tensors that cross a cut together, or None where a gradient is absent.
+    """Tensors that cross a cut together, or None where a gradient is absent.
 
-    Has the three methods that Varuna calls on its single tensor. `.to(device)` copies, so that an in-place operation
-    after a cut cannot spoil a recomputation from the tensors that wait in host memory.
+    Has the methods that Varuna calls on its single tensor. `.to(device)` copies, so that an in-place operation after a
+    cut cannot change the tensors in host memory, from which the stage is recomputed.
     """
 
     tensors: tuple[Tensor | None, ...]
@@ -71,7 +71,7 @@ class Bundle:
         return Bundle(copies, host=self.host or self)
 
     def cpu(self) -> Bundle:
-        """Return the host's tensors: the originals of this copy, else copies on the host."""
+        """Return the tensors on the host: the originals of this copy, else copies."""
         if self.host is not None:
             return self.host
         return Bundle(tuple(None if tensor is None else self.to_host(tensor.detach()) for tensor in self.tensors))
@@ -89,10 +89,10 @@ Kind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class Form(NamedTuple):
-    """Message without values; all messages of equal tensors have the same one.
+    """Layout of a message; messages whose tensors have equal kinds share one form.
 
-    header: int64 [1 + n, 3 + 2 * MAX_DIMS], as of microbatch 0 whose payload travels apart. kinds: of the n tensors;
-    None: no tensor. places: bytes before each tensor in a frame. frame_bytes: of header and payload.
+    header: int64 [1 + n, 3 + 2 * MAX_DIMS], with microbatch 0 and a payload that travels apart. kinds: of the n
+    tensors; None: no tensor. places: byte offset of each tensor in a frame. frame_bytes: size of header and payload.
     """
 
     header: np.ndarray[Any, np.dtype[np.int64]]
@@ -119,7 +119,7 @@ class Form(NamedTuple):
 
 
 _FORMS = 256
-"""Forms that a process remembers; making one takes longer than sending its message."""
+"""Forms that a process caches; to make a form takes longer than to send a message."""
 
 
 @functools.lru_cache(_FORMS)
@@ -150,7 +150,7 @@ def form_of(kinds: tuple[Kind | None, ...]) -> Form:
 
 @functools.lru_cache(_FORMS)
 def _form_of_header(content: bytes, count: int) -> Form:
-    """Return the form that a received header tells. content: without the number and the place of the payload."""
+    """Return the form that a received header describes. content: the header, with microbatch and payload flag 0."""
     first, *rows = np.frombuffer(content, np.int64).reshape(1 + count, _ROW).tolist()
     if first[_MAGIC_COLUMN] != _MAGIC or first[_COUNT] != count:
         raise CapslogError("a message between stages has no header of this plugin; run the same plugin on every rank")
@@ -162,8 +162,8 @@ def _form_of_header(content: bytes, count: int) -> Form:
 
 
 class Message(NamedTuple):
-    """Tensors of a message, and its bytes. frame: header, and the payload where it has room for it. apart: else views
-    of the tensors' bytes. frame_bytes: of a frame with room for all.
+    """Tensors and bytes of a message. frame: the header, and the payload if the frame has room for it. apart: otherwise
+    views of the tensors' bytes. frame_bytes: size of a frame with room for header and payload.
     """
 
     tensors: list[Tensor | None]
@@ -192,9 +192,9 @@ def pack(tensors: Sequence[Tensor | None], microbatch: int, frame_bytes: int) ->
 
 
 def unpack(frame: Tensor, count: int, microbatch: int) -> Message:
-    """Return the message of `count` tensors that begins with this frame; what travels apart is still to be filled.
+    """Return the message of `count` tensors that begins with this frame; tensors that travel apart have no values yet.
 
-    Raises CapslogError where the header is invalid, or is of another microbatch than the one that is due.
+    Raises CapslogError for an invalid header, or a message of another microbatch.
     """
     header = _words(frame, count).copy()
     number, inside = int(header[0, _NUMBER]), bool(header[0, _INSIDE])
@@ -210,17 +210,17 @@ def unpack(frame: Tensor, count: int, microbatch: int) -> Message:
 
 
 def _header_bytes(count: int) -> int:
-    """Size of the header of a message of `count` tensors."""
+    """Return the bytes of the header for `count` tensors."""
     return (1 + count) * _ROW * 8
 
 
 def _words(frame: Tensor, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """View of a frame's header, int64 [1 + count, 3 + 2 * MAX_DIMS]."""
+    """Return a view of a frame's header, int64 [1 + count, 3 + 2 * MAX_DIMS]."""
     return frame.numpy()[: _header_bytes(count)].view(np.int64).reshape(1 + count, _ROW)
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Tensor of the same values whose numbers lie in memory without gaps, and as they are."""
+    """Return a tensor of the same values without gaps in memory, and with conjugation and negation carried out."""
     if tensor.layout != torch.strided:
         raise CapslogError(
             f"a tensor {list(tensor.shape)} of {tensor.layout} cannot cross a cut; give a dense one, as by .to_dense()"
@@ -232,8 +232,8 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def host_tensor(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return a tensor without values, in memory that counters of torch's do not see: on a CPU it would be the device's.
-    It is no view, so that code behind a cut may change it in place.
+    """Return a tensor without values, in memory that torch does not count: on a CPU, torch would count it as device
+    memory. The tensor is no view, so that code behind a cut may change it in place.
     """
     storage = _host_bytes(math.prod(shape) * dtype.itemsize).untyped_storage()
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
@@ -248,7 +248,7 @@ def _aligned(place: int) -> int:
 
 
 def _bytes(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Views of the bytes of dense tensors that have any, in memory order; a single number may have any strides."""
+    """Return views of the bytes of non-empty dense tensors, in memory order; one element may have any strides."""
     return [
         tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
         for tensor in tensors
@@ -260,7 +260,7 @@ def _bytes(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 class Sending:
-    """Messages under way and the memory that they need."""
+    """Message under way, and the memory that it needs."""
 
     def __init__(self, works: list[Any], buffers: list[Tensor], peer: int) -> None:
         self._works, self._buffers, self._peer = works, buffers, peer
@@ -287,7 +287,7 @@ class Room:
 
     def end_step(self) -> None:
         """Set the frame size; called when both ends have noted every message of a step."""
-        # large tensors are better sent from where they lie than copied into a frame
+        # large tensors are better sent from their own memory than copied into a frame
         self.num_bytes = self._largest if self._largest <= _LARGEST_FRAME else 0
         self._largest = 0
 
@@ -299,13 +299,13 @@ def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room
     tag = _GRADIENTS if gradients else _ACTIVATIONS
     buffers = [message.frame, *message.apart]
     with named_loss(f"sending to rank {peer}", peer):
-        # tensors that do not fit into the frame have another tag: the next frames may be awaited already
+        # tensors that do not fit into the frame have another tag: receives of the next frames may be posted already
         works = [dist.isend(buffer, peer, tag=tag + _LOOSE * (buffer is not message.frame)) for buffer in buffers]
         return Sending(works, buffers, peer)
 
 
 class Expected:
-    """A frame that is awaited; `take` returns the message."""
+    """Posted receive of a frame; `take` returns the message."""
 
     def __init__(self, count: int, peer: int, gradients: bool, room: Room) -> None:
         self._count, self._peer, self._gradients, self._room = count, peer, gradients, room
@@ -333,7 +333,7 @@ class Expected:
 
 @contextlib.contextmanager
 def named_loss(doing: str, peer: int | None, timeout: datetime.timedelta | None = None) -> Iterator[None]:
-    """Turn gloo's errors inside the block into a PeerLost that says what this rank was doing."""
+    """Turn errors of gloo and NCCL inside the block into a PeerLost that says what this rank was doing."""
     try:
         yield
     except RuntimeError as error:
