@@ -1,5 +1,5 @@
-"""Checks of values from a file. Records (profiles/record.py, plan.py) call them from their constructors, so that no
-invalid record exists, whether from a file or from code. Nothing here knows a file format.
+"""Checks of values from a file. Records (profiles/record.py, plans/plan.py) call the checks from their constructors, so
+that no invalid record exists, whether from a file or from code. No check depends on a file format.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ __all__ = [
 T = TypeVar("T")
 
 _MOST = (1 << 63) - 1
-"""The largest whole number of a file: what 64 bits hold."""
+"""The largest whole number in a file: the largest signed 64-bit integer."""
 
 MOST_LAYERS = 100_000
-"""Of a chain, and rows of a profile. A captured model has one layer for each operator at most, some thousands."""
+"""Most layers of a chain and rows of a profile. A captured model has at most one layer per operator, some thousands."""
 
 MOST_RANKS = 100_000
-"""Of a plan: the largest clusters have as many GPUs."""
+"""Most ranks of a plan: the largest clusters have as many GPUs."""
 
 MOST_MICROBATCHES = 1 << 13
-"""Of one stage in a step. More are better taken several at a time: the largest minibatches in print have some thousand
-samples for each pipeline."""
+"""Most microbatches of one stage in a step. Where there are more, larger microbatches are better: the largest published
+minibatches have some thousand samples for each pipeline."""
 
 MOST_CALLS = 1 << 18
-"""Microbatches of a step, counted once for each stage that they pass: every one is an action or more of the step's
-lists, which engine, simulator and exports keep. The largest in print is 3,072 microbatches of 64 stages, 196,608
-(Narayanan et al., SC 2021, Table 1: a trillion parameters)."""
+"""Most calls of a step: microbatches, counted once for each stage that they pass. Each call is one action or more in
+the lists that engine, simulator and exports keep. The largest published step has 3,072 microbatches on 64 stages,
+196,608 calls (Narayanan et al., SC 2021, Table 1: a trillion parameters)."""
 
 _MOST_SECONDS = 1e18
-"""More than the age of the universe, and so few that sums and products of them stay finite."""
+"""Most seconds: more than the age of the universe, but sums and products of such numbers stay finite."""
 
 _SHOWN = 200
-"""Characters of a value that a message shows."""
+"""Most characters of a value that a message shows."""
 
 
 def refuse_unknown(names: Iterable[str], allowed: Sequence[str], kind: str = "field") -> None:
@@ -74,7 +74,7 @@ def refuse_unknown(names: Iterable[str], allowed: Sequence[str], kind: str = "fi
 
 
 def within(where: str, make: Callable[[], T]) -> T:
-    """Return `make()`; a CapslogError from it gets `where` (a file, a row) before its message."""
+    """Return `make()`; put `where` (a file, a row) before the message of a CapslogError that it raises."""
     try:
         return make()
     except CapslogError as error:
@@ -82,7 +82,7 @@ def within(where: str, make: Callable[[], T]) -> T:
 
 
 def build(record: type[T], value: Any, where: str) -> T:
-    """Make the dataclass `record` from a JSON object: unknown and missing fields are refused by name."""
+    """Make the dataclass `record` from a JSON object; refuse unknown and missing fields by name."""
 
     def make() -> T:
         if not isinstance(value, Mapping):
@@ -156,7 +156,7 @@ def choice(value: Any, name: str, allowed: Sequence[str]) -> str:
 
 
 def file_name(value: Any, name: str) -> str:
-    """Return `value`; refuse what is not the name of a file in the same folder, as this library gives them."""
+    """Return `value`; refuse all but a plain file name: 1 to 200 letters, digits, `_`, `.` and `-`, not only dots."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", text(value, name)) or not value.strip("."):
         raise CapslogError(f"{name} is {_show(value)}; it must be the name of a file in the same folder")
     return str(value)
@@ -181,7 +181,7 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
 
 
 def column(value: Any, name: str, check: Callable[[Any, str], Any], length: int, unit: str) -> list[Any]:
-    """Return the checked entries of a list of `length` entries, one per `unit`; as many None where `value` is None."""
+    """Return the checked entries of a list of `length` entries, one per `unit`; `length` times None for None."""
     if value is None:
         return [None] * length
     checked = [check(cell, f"{name}[{i}]") for i, cell in enumerate(listed(value, name))]
