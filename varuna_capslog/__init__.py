@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 
 TYPE_CHECKING = (
-    False  # type checkers take it for true; importing typing would double the time of importing this package
+    False  # type checkers treat it as true; importing typing would double the import time of this package
 )
 if TYPE_CHECKING:
     from typing import Any
@@ -86,7 +86,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public name, loaded from its module. Raises AttributeError for any other name, as every module does."""
+    """Return the object of a public name, imported from its module. Raises AttributeError for other names."""
     for module, names in _NAMES.items():
         if name in names:
             value = getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -72,7 +72,7 @@ __all__ = [
 
 
 def check_names(config: Config) -> None:
-    """Check, without torch, planner, memory model, engine, network interfaces, and that no key is for planning alone."""
+    """Check without torch: planner, memory model, engine, network interfaces, and that no key is for planning alone."""
     check_gloo_interfaces(os.environ)
     if (divisors := config.pipeline.divisors) is not None:
         raise CapslogError(
