@@ -163,7 +163,7 @@ class PlannedRun:
     def of(cls, config: Config, memo: Memo | None, longest: float | None = None) -> PlannedRun:
         """Profile and plan a config. Raises CapslogError where its memory cannot be predicted.
 
-        longest: seconds of a step; a plan with a longer step is not rehearsed, which could only make the step longer.
+        longest: seconds of a step; a plan with a longer step is not rehearsed, since that makes no step shorter.
         """
         from varuna_capslog.start.prepare import plan_run, profile_run
 
@@ -196,7 +196,7 @@ class PlannedRun:
         return kinds_on(self.plan, self.profile, memory.worst, memory.of, memory.peaks[memory.worst])
 
     def may_double(self) -> bool:
-        """True where twice the microbatch size divides the step, and twice the activations of the least plan fit."""
+        """True where twice the microbatch size divides the step, and twice the activations fit at the smallest peak."""
         train, pipeline = self.config.train, self.config.pipeline
         if train.minibatch_size % (2 * train.microbatch_size * pipeline.replicas):
             return False

@@ -123,7 +123,7 @@ def _until_error(check: Callable[[], Iterable[RunFinding] | None]) -> Iterator[R
 
 
 def settle(findings: Iterable[RunFinding]) -> list[str]:
-    """Return the texts of the notes. Raises the error of the first finding that stops the run; it counts the others."""
+    """Return the texts of the notes. Raises the error of the first finding that stops the run and counts the others."""
     all_findings = list(findings)
     errors = [
         finding.error or CapslogError(finding.text)
@@ -163,7 +163,7 @@ def install_sentence(extra: str) -> str:
 
 @contextmanager
 def needed(feature: str) -> Iterator[None]:
-    """Raise CapslogError, which begins with `feature`, where the block imports a missing module of an extra."""
+    """Raise CapslogError, which names `feature` and the extra, where the block imports a missing module of an extra."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -181,7 +181,7 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
 
 
 def column(value: Any, name: str, check: Callable[[Any, str], Any], length: int, unit: str) -> list[Any]:
-    """Return the checked entries of a list of `length` entries, one per `unit`; `length` times None for None."""
+    """Return the checked entries of a list of `length` entries, one per `unit`; for None, `length` times None."""
     if value is None:
         return [None] * length
     checked = [check(cell, f"{name}[{i}]") for i, cell in enumerate(listed(value, name))]

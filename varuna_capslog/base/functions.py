@@ -16,7 +16,7 @@ from varuna_capslog.base.errors import CapslogError, ConfigError, extra_of, inst
 __all__ = ["add_current_folder", "call_function", "imported", "users_module"]
 
 _OURS = re.compile("varuna_capslog|detr_pipeline")
-"""This project's packages: the installed one may hide that of the current folder, such as a clone, without an error."""
+"""This project's packages. An installed copy may hide the copy in the current folder, such as a clone: no error."""
 _INSTALLED = {"site-packages", "dist-packages", sysconfig.get_path("stdlib")}
 
 

@@ -239,7 +239,7 @@ def logged(error: CapslogError) -> None:
 
 
 class OwnedThread(threading.Thread):
-    """Daemon thread that calls `target` with `arguments`; `ends` gets an error of it as a CapslogError."""
+    """Daemon thread that calls `target` with `arguments`; `ends` is called with its error, as a CapslogError."""
 
     def __init__(self, name: str, target: Callable[..., object], ends: Ends, *arguments: object) -> None:
         super().__init__(target=target, name=name, args=arguments, daemon=True)

@@ -187,7 +187,7 @@ class Supervisor:
         environment: variables for every worker, added to this process's own.
         grace_seconds: time between SIGTERM and SIGKILL for a worker.
         say: prints one line for the user.
-        look: called every `POLL_SECONDS` while the workers run; True: stop at the end of the current step.
+        look: called about every `POLL_SECONDS` while the workers run; True: stop at the end of the current step.
     """
 
     def __init__(

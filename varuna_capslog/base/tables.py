@@ -30,7 +30,7 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 class LastingStream:
-    """Text stream that raises no error: after a failed write it drops all text.
+    """Text stream whose writes raise no OSError: after the first failed write it drops all text.
 
     Args:
         stream: the wrapped stream, which provides all other attributes.

@@ -129,8 +129,8 @@ def parse_seconds(value: str | int | float, name: str = "duration") -> float:
 
 
 def parse_latency(value: str | int | float, name: str) -> float:
-    """Return the seconds of a message's latency, like `parse_seconds`, but refuse a whole number without a unit: the
-    unit was forgotten. A float, as in a run's files, means seconds.
+    """Return the seconds of a message's latency, like `parse_seconds`, but refuse a whole number from 1 on without a
+    unit: the unit was forgotten. A float, as in a run's files, means seconds.
     """
     seconds = parse_seconds(value, name)
     if seconds >= 1 and str(value).strip().isdigit():

@@ -182,7 +182,7 @@ def _names(
 ) -> ModelNames | None:
     """Return the names of the layers: from the given model, from the profile, or from the run's own model.
 
-    A profile has no names of modules; for them the model is made, but a run's own model not for comments alone.
+    A profile has no names of modules, so the model is made for them, but a run's own model never for comments alone.
     """
     from varuna_capslog.planning.export import names_in
 

@@ -1,4 +1,4 @@
-"""Arguments, functions that read them, and tables, for several sub-commands."""
+"""Arguments and options of several sub-commands, the values made of them, and the printing of tables."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def dump_config(config: Config) -> str:
 
 
 def section(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
-    """Validate a part of a config, with the same errors; workloads call this for their `model` and `data` sections.
+    """Validate a part of a config, with the config's errors; workloads call this for their sections `model` and `data`.
 
     Args:
         model: the section's class, best derived from `Section`.

@@ -1,8 +1,8 @@
 """A machine's part of an elastic run, from a prepared folder to its end: `capslog train` with `elastic.enabled`,
 `capslog host`, and `capslog script`.
 
-The machine that serves the store writes the boundary from which the run continues (that of a checkpoint, or of the
-state that stopped members wrote) into it; the other machines wait for it. Then a `Host` starts and watches the workers.
+The machine that serves the store writes into it the boundary from which the run continues: that of a checkpoint, or of
+the state that stopped members wrote. Other machines wait for this entry. Then a `Host` starts and watches the workers.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ __all__ = [
 
 
 def check_names(config: Config) -> None:
-    """Check without torch: planner, memory model, engine, network interfaces, and that no key is for planning alone."""
+    """Refuse unknown planners, memory models, engines and interfaces, and keys of planning alone; needs no torch."""
     check_gloo_interfaces(os.environ)
     if (divisors := config.pipeline.divisors) is not None:
         raise CapslogError(
@@ -90,7 +90,7 @@ def check_names(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """Raise CapslogError where the config's optimizer cannot step a part of the parameters by itself."""
+    """Raise CapslogError where the config's optimizer cannot step a part of the parameters without the others."""
     from varuna_capslog.engine.recipe import Recipe  # imports torch, which planning from a profile does without
 
     Recipe.of_config(config.train).check_optimizer()
