@@ -59,7 +59,7 @@ def estimate(
 ) -> Estimate:
     """Estimate bytes and seconds of every layer for one training step, from the shapes alone.
 
-    Nothing of the model is run or changed, and `device` need not be there.
+    The model is neither run nor changed, and this machine need not have the `device`.
 
     Args:
         model: an nn.Module on any device (the meta device too: no memory is needed for weights), a `Chain`, or
@@ -148,8 +148,8 @@ class ModelPlan(Plan):
 
         Args:
             path: a PNG file to which the picture is also written.
-            what: `"step"`: one step over time, what every rank does and holds; `"layers"`: the bytes of every layer,
-                and the cuts of a plan that is one pipeline.
+            what: `"step"`: the actions and bytes of every rank over one step; `"layers"`: the bytes of every layer, and
+                the cuts of a plan that is one pipeline.
 
         Raises:
             CapslogError: an unknown `what`; matplotlib is not installed (the extra `report` installs it); for a step,
@@ -208,7 +208,7 @@ def plan(
 ) -> ModelPlan:
     """Divide a model over devices as pipeline stages, for the shortest step within the capacity.
 
-    The costs are estimated (`capslog.estimate`); nothing of the model is run or changed, and no device is needed.
+    The costs are estimated (`capslog.estimate`); the model is neither run nor changed, and no device is needed.
 
     Args:
         model, sample: as for `capslog.estimate`; or a `Profile` (an `Estimate`, or `read_profile(...)`), then without a

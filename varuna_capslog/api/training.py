@@ -77,7 +77,7 @@ def script_module(name: str) -> str:
 _FUNCTIONS = ("collate", "loss", "metric", "sample")
 """Keys of the `data` section whose values are functions or callable objects."""
 _SETTINGS = (str, bytes, list, tuple, Mapping)
-"""Types of settings besides numbers; no data set is of one of them."""
+"""Types of settings besides numbers; no data set has one of these types."""
 
 
 def refuse_splits(dataset: Any, name: str = "dataset") -> None:
@@ -240,8 +240,8 @@ def train(
         settings: keys to change, such as `{"train.max_steps": 10, "run_dir": "runs/mine"}`.
         data: further keys of the config's `data` section: val, collate, loss, metric, sample, inputs, workers,
             prefetch; functions as themselves or by name.
-        show: print the plan, notes and the progress of profiling; the workers' own lines appear in any case, where the
-            standard output of this process goes (in a notebook, that of its server).
+        show: print the plan, notes and the progress of profiling; the workers print their own lines in any case, on the
+            standard output of this process (in a notebook, on that of its server).
         on_step: called in this process with each new row of metrics.jsonl, a dict, while the run goes on. Where it
             returns `capslog.STOP`, the run ends after the current step, and saves it. Training does not wait for a slow
             function; Ctrl-C interrupts it.

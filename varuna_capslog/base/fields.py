@@ -1,5 +1,5 @@
 """Checks of values from a file. Records (profiles/record.py, plans/plan.py) call the checks from their constructors, so
-that no invalid record exists, whether from a file or from code. No check depends on a file format.
+that no invalid record exists, whether from a file or from code. A check raises CapslogError for an invalid value.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def build(record: type[T], value: Any, where: str) -> T:
 
 
 def whole(value: Any, name: str, minimum: int | None = 0, most: int = _MOST) -> int:
-    """Return `value` as an int; refuse what is not a whole number from `minimum` (None: any) to `most`."""
+    """Return `value` as an int; it must be a whole number from `minimum` (None: any) to `most`."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -113,21 +113,21 @@ def whole(value: Any, name: str, minimum: int | None = 0, most: int = _MOST) -> 
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return `value` as a float; refuse what is not a finite number of seconds of at least 0."""
+    """Return `value` as a float; it must be a finite number of seconds of at least 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_SECONDS:
         raise CapslogError(f"{name} is {_show(value)}; it must be a number of seconds from 0 to {_MOST_SECONDS:g}")
     return float(value)
 
 
 def boolean(value: Any, name: str) -> bool:
-    """Return `value`; refuse what is neither true nor false."""
+    """Return `value`, which must be true or false."""
     if not isinstance(value, bool):
         raise CapslogError(f"{name} is {_show(value)}; it must be true or false")
     return value
 
 
 def json_value(value: Any, name: str) -> None:
-    """Refuse what JSON cannot hold, such as a number that is not finite."""
+    """Refuse a value that JSON cannot hold, such as infinity."""
     try:
         json.dumps(value, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
@@ -135,35 +135,35 @@ def json_value(value: Any, name: str) -> None:
 
 
 def text(value: Any, name: str) -> str:
-    """Return `value`; refuse what is not a non-empty string."""
+    """Return `value`, which must be a non-empty string."""
     if not isinstance(value, str) or not value:
         raise CapslogError(f"{name} is {_show(value)}; it must be a non-empty string")
     return value
 
 
 def digest(value: Any, name: str) -> str:
-    """Return `value`; refuse what is not `sha256:` and up to 64 hexadecimal digits."""
+    """Return `value`, which must be `sha256:` and 1 to 64 hexadecimal digits."""
     if not isinstance(value, str) or not re.fullmatch("sha256:[0-9a-f]{1,64}", value):
         raise CapslogError(f"{name} is {_show(value)}; it must be sha256: and hexadecimal digits, as a profile has it")
     return value
 
 
 def choice(value: Any, name: str, allowed: Sequence[str]) -> str:
-    """Return `value`; refuse what is not one of the `allowed` words."""
+    """Return `value`, which must be one of the `allowed` words."""
     if not isinstance(value, str) or value not in allowed:
         raise CapslogError(f"{name} is {_show(value)}; it must be one of {', '.join(allowed)}")
     return value
 
 
 def file_name(value: Any, name: str) -> str:
-    """Return `value`; refuse all but a plain file name: 1 to 200 letters, digits, `_`, `.` and `-`, not only dots."""
+    """Return `value`, which must be a plain file name: 1 to 200 letters, digits, `_`, `.` and `-`, not only dots."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", text(value, name)) or not value.strip("."):
         raise CapslogError(f"{name} is {_show(value)}; it must be the name of a file in the same folder")
     return str(value)
 
 
 def listed(value: Any, name: str, most: int | None = None, length: int | None = None) -> list[Any]:
-    """Return `value` as a list; refuse what is not a list or tuple, or has more than `most` or not `length` entries."""
+    """Return `value` as a list; it must be a list or tuple of at most `most`, or exactly `length`, entries."""
     if not isinstance(value, (list, tuple)):
         raise CapslogError(f"{name} is {_kind(value)}; it must be a list")
     if most is not None and len(value) > most:
@@ -174,7 +174,7 @@ def listed(value: Any, name: str, most: int | None = None, length: int | None = 
 
 
 def mapping(value: Any, name: str) -> dict[str, Any]:
-    """Return `value` as a dict; refuse what is not a JSON object."""
+    """Return `value` as a dict; it must be a JSON object."""
     if not isinstance(value, Mapping):
         raise CapslogError(f"{name} is {_kind(value)}; it must be an object")
     return dict(value)
@@ -208,7 +208,7 @@ def cut_list(cuts: Any, num_layers: int | None, name: str = "cuts") -> tuple[int
 
 
 def interval(value: Any, name: str) -> tuple[int, int]:
-    """Return `value` as layers (first, end), `end` not included; refuse what is not two numbers with first < end."""
+    """Return `value` as layers (first, end), `end` not included; it must be two whole numbers with first < end."""
     pair = listed(value, name)
     if len(pair) != 2:
         raise CapslogError(f"{name} has {len(pair)} entries; it must be [first, end]")

@@ -43,7 +43,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-
 
 
 def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
-    """Return the whole number of bytes that `value` stands for; `name` names it in errors.
+    """Return the whole number of bytes that `value` stands for; errors call the value `name`.
 
     A number without a unit is bytes; KiB to PiB are powers of 1024, kB to PB powers of 1000, in any letter case. A
     fraction of a byte is cut off. Raises CapslogError for anything else, for the ambiguous "16G", and for values that

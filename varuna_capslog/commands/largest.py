@@ -57,7 +57,7 @@ class _Search:
 
     @property
     def first(self) -> int:
-        """The value that is tried first, large enough that what grows with it is most of the activations."""
+        """The value that is tried first: large enough that most bytes of activations grow with it."""
         return self.values[min(_FIRST, len(self.values) - 1)]
 
     def config(self, config: Config, value: int) -> Config:

@@ -90,9 +90,9 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     """Return the config with the values of its `pipeline.plan`; the same config where it names no plan.
 
     The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`; `say` gets one line
-    about the changes. The plan's grains are added to `profile.grains`. Its capacities become `pipeline.capacity` if the
-    config has none, also for later plans. `train.accumulation_blocks: null` becomes the plan's number, or 1 if the plan
-    leaves it open. The plan's variants become the config's.
+    about the changes. The plan's grains are added to `profile.grains`. If the config has no `pipeline.capacity` and the
+    plan has one for every rank, these become it, also for later plans. `train.accumulation_blocks: null` becomes the
+    plan's number, or 1 if the plan leaves it open. The plan's variants become the config's.
 
     Raises:
         CapslogError: the file is no plan, the config's sizes or blocks differ from the plan's, or the run is elastic
@@ -185,7 +185,7 @@ def _not_estimated(names: Iterable[str]) -> str:
 
 
 def may_choose(config: Config) -> bool:
-    """True where the config leaves variants to a planner: it allows some, names none, and its planner is budget."""
+    """True where the config leaves variants to planner budget: it allows some, and names no variant, cuts or plan."""
     pipeline = config.pipeline
     chooses = pipeline.planner == BUDGET and pipeline.cuts is None and pipeline.plan is None
     return chooses and not config.variants and config.numerics != "same"
@@ -195,7 +195,7 @@ def with_chosen_variants(
     config: Config, profile: Profile, memo: Memo | None, say: Callable[[str], object] = print
 ) -> Config:
     """Return the config with the variants of the fastest plan that fits; the same config where `may_choose` is False. A
-    variant that fails its check (`profiling/variant_check`) is left out, and the search goes on without it.
+    variant that fails its check (`profiling/variant_check`) is left out, and the search continues without it.
 
     Args:
         profile: of the config; a measured one has rows of variants.
@@ -341,7 +341,7 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
 
 def naming_variants(config: Config, plan: Plan) -> Plan:
     """Return the plan with the config's variants, if the config names layers by number, as after a planner's choice;
-    the same plan if the config has patterns, or the run is elastic: there the config is for all plans.
+    the same plan if it is short, the config has patterns, or the run is elastic, whose config is for all plans.
     """
     numbers = [key.removeprefix("#") for key in config.variants]
     if plan.short or config.elastic.enabled or not all(number.isdigit() for number in numbers):

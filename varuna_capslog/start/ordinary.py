@@ -211,7 +211,7 @@ def config_of_profile(
     run, keys = RunShape.of_conditions(conditions), config.pipeline.model_fields_set
     taken = {name: getattr(run, name) for name in ("recompute", "stage_inputs") if name not in keys}
     run_keys = config.pipeline.model_copy(update=taken)
-    run_keys.model_fields_set.difference_update(taken)  # as if left open, which decides the planner
+    run_keys.model_fields_set.difference_update(taken)  # still open keys for the choice of planner
     return config.model_copy(update={"pipeline": run_keys})
 
 
