@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 
 TYPE_CHECKING = (
-    False  # type checkers treat it as true; importing typing would double the import time of this package
+    False  # type checkers take it for true; importing typing would double the time of importing this package
 )
 if TYPE_CHECKING:
     from typing import Any
