@@ -86,7 +86,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public name, loaded from its module. Raises AttributeError for any other name, as every module does."""
+    """Return the object of a public name, imported from its module. Raises AttributeError for other names."""
     for module, names in _NAMES.items():
         if name in names:
             value = getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -1,7 +1,7 @@
 """Queries and settings of a device, through torch's device-neutral API: CUDA, ROCm, XPU and the like are one case here.
 
-Every module that needs a device calls this one, and no other uses `torch.cuda` or `torch.accelerator`. On a CPU nothing
-is selected, awaited or pinned, so callers need not ask for its type first. docs/gpu.md lists what only CUDA has.
+Only this module uses `torch.cuda` and `torch.accelerator`; other modules call its functions. On a CPU, these select,
+wait for and pin nothing, so callers need not check the device type first. docs/gpu.md lists what only CUDA has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNFIT = {"mps": "it has no float64, in which the norms of gradients are added"}
 
 
 def auto_type() -> str:
-    """Device type of `device: auto`: that of the accelerator that torch can use here, else cpu."""
+    """Device type of `device: auto`: the type of this machine's accelerator if the engine can train on it, else cpu."""
     usable = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if usable is None or usable.type in _UNFIT else usable.type
 
@@ -81,13 +81,13 @@ def device_name(kind: str) -> str:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Total bytes of an accelerator. The call takes no memory there, since its callers run nothing on it."""
+    """Total bytes of an accelerator. The query allocates no memory there, since its callers run nothing on it."""
     properties = _asked(device.type, "get_device_properties", device.index)
     return int(getattr(properties, "total_memory", None) or memory_info(device)[1])
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes of an accelerator, of all processes together; opens the device."""
+    """Free and total bytes of an accelerator, counting all processes; opens the device."""
     return torch.accelerator.get_memory_info(device)
 
 
@@ -108,13 +108,13 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes of this process's tensors at once since `reset_peak`."""
+    """Most bytes of this process's tensors at one time since `reset_peak`."""
     return torch.accelerator.max_memory_allocated(device)
 
 
 def reset_peak(device: torch.device) -> None:
     """Restart the count of `peak_bytes`."""
-    if torch.accelerator.memory_stats(device):  # torch 2.11 refuses it before the first tensor
+    if torch.accelerator.memory_stats(device):  # torch 2.11 refuses a reset before the first tensor
         torch.accelerator.reset_peak_memory_stats(device)
 
 
@@ -133,13 +133,13 @@ def pins_memory(kind: str) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all its work; a CPU has."""
+    """Wait until a device has finished its queued work; returns at once on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Stream to which this thread gives its work on an accelerator."""
+    """This thread's current stream on an accelerator."""
     return torch.accelerator.current_stream(device)
 
 
@@ -147,7 +147,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def seed(device: torch.device, value: int) -> None:
-    """Seed the default generator of a device, and of no other: `torch.manual_seed` seeds them all."""
+    """Seed the default generator of this device only; `torch.manual_seed` would seed all devices."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(value)
         return
@@ -155,7 +155,7 @@ def seed(device: torch.device, value: int) -> None:
     if hasattr(module, "default_generators"):
         module.default_generators[device.index or 0].manual_seed(value)
     else:
-        module.manual_seed_all(value)  # all that torch asks of every backend
+        module.manual_seed_all(value)  # the only seeding function that torch requires of every backend
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -173,6 +173,6 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def _asked(kind: str, function: str, *arguments: Any) -> Any:
-    """Result of a function of torch's module for a type, such as `torch.xpu`; None where it has no such function."""
+    """Result of a function in torch's module for a type, such as `torch.xpu`; None where the module lacks it."""
     ask = getattr(torch.get_device_module(kind), function, None)
     return None if ask is None else ask(*arguments)

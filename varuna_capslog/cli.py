@@ -1,7 +1,7 @@
-"""The `capslog` command: the sub-commands of `varuna_capslog.commands`, and one way to end for all of them.
+"""The `capslog` command: the sub-commands of `varuna_capslog.commands`, and their common handling of errors.
 
 A user's mistake ends in one sentence on standard error and the error's exit status; a traceback appears only with
-CAPSLOG_DEBUG=1. Nothing here or in the commands imports torch before a command runs, so that `--help` is instant.
+CAPSLOG_DEBUG=1. This module and the commands import torch only when a command runs, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# in the order of `capslog --help`, which is that in which a new user needs them
+# in the order in which a new user needs them, for `capslog --help`
 _COMMANDS = (init, fits, profile, variants, plan, front, largest, compare, simulate, export, lint, check, train, host)
 for _command in _COMMANDS:
-    # a layout may be pasted with the option of its own system
+    # a pasted layout may contain options of its own system
     settings = {"ignore_unknown_options": True} if _command is lint else None
     app.command(cls=HelpCommand, short_help=SUMMARIES[_command.__name__], context_settings=settings)(_command)
-# what follows FILE is its own
+# all words after FILE are the script's arguments
 app.command(
     cls=HelpCommand,
     short_help=SUMMARIES["script"],
@@ -88,8 +88,8 @@ def _options(
 def main(
     arguments: Sequence[str] | None = None, commands: typer.Typer | None = None, name: str = "capslog"
 ) -> NoReturn:
-    """Run the command line; raise SystemExit with its exit status: 0 only when it did what was asked. `commands`,
-    `name`: of another program that is to end in the same way.
+    """Run the command line, then raise SystemExit with its exit status, 0 only for success. `commands`, `name`: of
+    another program that reports errors in the same way.
     """
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments), commands, name))
 
@@ -108,12 +108,12 @@ def _run(arguments: list[str], commands: typer.Typer | None = None, name: str = 
 
     with lasting_output(say_lost):
         status = _status_of(arguments, commands, name)
-    # the output is no part of what a run is started for
+    # lost output is no failure of a training, but of all other commands
     return status or 2 if lost and not {"train", "host", "script"} & {*arguments[:1]} else status
 
 
 def _status_of(arguments: list[str], commands: typer.Typer | None, name: str) -> int:
-    # for torch in this process and the workers: measuring a peak makes its allocator warn of things that are expected
+    # for torch here and in workers: while a peak is measured, its allocator warns of expected events
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     debug = os.environ.get("CAPSLOG_DEBUG", "") not in ("", "0")
     log_to(sys.stderr)
@@ -136,7 +136,7 @@ def _status_of(arguments: list[str], commands: typer.Typer | None, name: str) ->
             return 2
         if debug:
             raise
-        from varuna_capslog.base.failures import shortage  # not at the start of every command
+        from varuna_capslog.base.failures import shortage  # slow, so not at the start of every command
 
         defect = f"unexpected {type(error).__name__}: {error}; this is a defect: CAPSLOG_DEBUG=1 shows where"
         _say(str(shortage(error) or defect))
@@ -147,7 +147,7 @@ def _status_of(arguments: list[str], commands: typer.Typer | None, name: str) ->
 
 
 def _with_what_was_written(sentence: str, arguments: list[str]) -> str:
-    """Return a sentence on a wrong option with the text that stands behind it on the command line."""
+    """Return the sentence on an invalid option, with the value from the command line where both are known."""
     option, _, rule = sentence.removeprefix("Invalid value for ").partition(": Input should ")
     words = [word for argument in arguments for word in argument.split("=", 1 if argument.startswith("--") else 0)]
     names = [name.strip(" '") for name in option.split("/")]

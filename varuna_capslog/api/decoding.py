@@ -1,4 +1,4 @@
-"""`capslog.plan_decoding` and `capslog.decode`: a key-value cache over several ranks."""
+"""`capslog.plan_decoding` and `capslog.decode`: greedy decoding with a key-value cache divided over several ranks."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def plan_decoding(
 ) -> DecodingPlan:
     """Choose whether to divide the cache by positions or by heads, for greedy decoding on `degree` ranks.
 
-    Estimates both ways and takes the faster possible one (`decoding/choice`). Activations are not counted.
+    Estimates both layouts and returns the faster of those that fit (`decoding/choice`), without bytes of activations.
 
     Args:
-        model: of transformers, on any device (the meta device too), of the form of Llama or GPT-2; a folder with its
-            config.json; or its sizes.
+        model: a transformers model with the layers of Llama or GPT-2, on any device (the meta device, too); a folder
+            with its config.json; or its sizes.
         batch: requests that are decoded together.
-        length: tokens of each, prompt and answer.
+        length: tokens of each request, prompt and answer.
         bandwidth: of each rank's link, such as `"25GB/s"` or `"100Mbit"`.
-        latency: of one exchange between all ranks, in seconds or such as `"20us"`.
-        device: kind of GPU such as `"cuda:a100-80gb"`, whose data sheet gives speeds and memory; None: messages alone
-            are compared.
-        capacity: bytes of a rank's memory, or such as `"40GiB"`; default: that of the kind, or no limit.
+        latency: seconds of one exchange between all ranks, or text such as `"20us"`.
+        device: kind of GPU such as `"cuda:a100-80gb"`, whose data sheet gives speeds and memory; None: the estimate
+            counts only messages.
+        capacity: bytes of a rank's memory, or text such as `"40GiB"`; default: the memory of the kind, or no limit.
 
     Raises:
         CapslogError: an unknown number, size, kind or model; transformers is missing.
@@ -74,18 +74,18 @@ def decode(
     `generate(do_sample=False)` for each request alone, with the model's generation config.
 
     Call it on every rank with the same model and prompts, which the ranks compare; every rank gets all tokens. Sums are
-    made in the order of the ranks, so that a number of ranks always gives the same bits.
+    added in rank order, so the same number of ranks always gives the same bits.
 
     Args:
-        model: of transformers, of the form of Llama or GPT-2, on the CPU or this rank's GPU; it stays as it is.
-        prompts: token numbers of each request, as lists of any lengths or as a tensor [requests, tokens].
-        attention_mask: a 0 for every token that is padding; None: those equal to the generation config's
-            `pad_token_id`, unless that ends answers.
-        new_tokens: at most, of each request; the model's end-of-sequence token ends it sooner.
+        model: a transformers model with the layers of Llama or GPT-2, on the CPU or this rank's GPU; it is not changed.
+        prompts: token ids of each request, as lists of any lengths or as a tensor [requests, tokens].
+        attention_mask: 0 for every padding token; None: tokens equal to the generation config's `pad_token_id` are
+            padding, unless that token ends answers.
+        new_tokens: most new tokens of each request; the model's end-of-sequence token ends an answer sooner.
         shard: `"sequence"`: keys and values are divided by positions, and request i is decoded on rank i mod N with all
             weights. `"heads"`: heads and columns are divided.
-        ranks: those that decode; None: all that torchrun has started, for one call in a process; see
-            `engine.meeting.environment.connected`.
+        ranks: communicator of the ranks that decode; None: all ranks that torchrun has started, for one call in a
+            process; see `engine.communicator.connected`.
 
     Raises:
         CapslogError: a prompt that cannot be decoded, an unknown model or key of its generation config, a number of

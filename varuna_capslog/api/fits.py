@@ -1,4 +1,4 @@
-"""`capslog.fits`: whether a training fits devices, by how much, and what else would."""
+"""`capslog.fits`: whether the training of a model fits devices, by how much, and which other sizes and devices fit."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Fit", "Largest", "PlannedRun", "Question", "fits"]
 
-# -- The question of `capslog.fits`, asked again with other sizes and devices; captures of the model are shared.
+# -- One question of `capslog.fits`: does this run fit? Questions with other sizes and devices share the captured model.
 
 
 _PRESS = 1024
-"""Times less memory than there is makes planners look for the smallest peak."""
+"""Divisor of capacities; with so little memory, planners look for the smallest peak."""
 _NEAR = 0.02
-"""Part of the capacity within which a plan is rehearsed before its size is said to fit."""
+"""Share of the capacity: if a plan's lack or margin is smaller, the planner, with its rehearsal, decides if it fits."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, so that it can be asked again with one part changed.
+    """Inputs of an estimate, of which `dataclasses.replace` changes a part for the next estimate.
 
-    model, sample, capacity, device, sequence, settings: as of `fits`. devices: with or without kinds. microbatch,
-    batch: samples; None: those of settings. memo, captured: shared by questions about one model; None: not asked yet.
+    model, sample, capacity, device, sequence, settings: as for `fits`. devices: with or without kinds. microbatch,
+    batch: samples; None: those of settings. memo, captured: shared by questions about one model; None: in the first.
     """
 
     model: Any
@@ -68,7 +68,7 @@ class Question:
         return isinstance(self.model, str) and ":" not in self.model
 
     def config(self) -> Config:
-        """Return the config of the run that is asked about."""
+        """Return the config of the question's run."""
         pipeline = {name: value for name, value in self.devices.pipeline_keys.items() if value is not None}
         if self.capacity is not None:
             pipeline["capacity"] = self.capacity
@@ -91,8 +91,8 @@ class Question:
         return ordinary_config(model, pipeline, None, device, settings=settings)
 
     def answer(self, longest: float | None = None) -> Answer:
-        """Return the run, its costs and its plan. Raises CapslogError where its memory cannot be predicted. longest: as
-        for `PlannedRun.of`.
+        """Return the run, its costs and its plan. Raises CapslogError where the memory of the run cannot be predicted.
+        longest: as for `PlannedRun.of`.
         """
         from varuna_capslog.start.prepare import estimate_memo
 
@@ -102,10 +102,10 @@ class Question:
         return Answer(**vars(run), question=replace(self, memo=memo, captured=captured))
 
     def answer_of_fastest(self, say: Callable[[str], object]) -> Answer:
-        """Return the answer for the largest microbatch that makes the step no slower, of those that fit: sizes double
-        from 1 as long as both is so. Where settings have a `train.microbatch_size`, that size is taken.
+        """Return the answer for the fastest microbatch size: it doubles from 1 as long as the plan fits and the step
+        does not become slower. A `train.microbatch_size` of settings is used as it is.
 
-        say: called with what is estimated, before each estimate. Raises as `answer`.
+        say: called with the size before each estimate. Raises like `answer`.
         """
         answer = self.answer()
         if "train.microbatch_size" in self.settings:
@@ -122,7 +122,7 @@ class Question:
         return answer
 
     def _captured(self) -> tuple[Config, SizedWorkload]:
-        """Return the config with its model, of which captures are kept, and the model of the first question."""
+        """Return the config with its model, which keeps its captures, and the first question's model."""
         from varuna_capslog.model.sized import SizedWorkload
 
         config = self.config()
@@ -134,8 +134,8 @@ class Question:
         return config.with_workload(model), first
 
     def lack(self) -> int:
-        """Return the bytes that the device with least to spare lacks in the plan of the smallest peak; 0 or less: it
-        fits. Near the capacity, the planner decides as for `answer`.
+        """Return the bytes that the device with the smallest margin lacks in the plan of the smallest peak; 0 or less:
+        the run fits. Near the capacity, the planner decides, as for `answer`.
         """
         from varuna_capslog.start.prepare import plan_run, profile_run
 
@@ -163,7 +163,7 @@ class PlannedRun:
     def of(cls, config: Config, memo: Memo | None, longest: float | None = None) -> PlannedRun:
         """Profile and plan a config. Raises CapslogError where its memory cannot be predicted.
 
-        longest: seconds of a step; a longer one is not rehearsed, since nothing that its ranks lack makes it shorter.
+        longest: seconds of a step; a plan with a longer step is not rehearsed, since that makes no step shorter.
         """
         from varuna_capslog.start.prepare import plan_run, profile_run
 
@@ -196,7 +196,7 @@ class PlannedRun:
         return kinds_on(self.plan, self.profile, memory.worst, memory.of, memory.peaks[memory.worst])
 
     def may_double(self) -> bool:
-        """True where the step can have microbatches of twice as many samples, and twice the least activations fit."""
+        """True where twice the microbatch size divides the step, and twice the activations fit at the smallest peak."""
         train, pipeline = self.config.train, self.config.pipeline
         if train.minibatch_size % (2 * train.microbatch_size * pipeline.replicas):
             return False
@@ -207,15 +207,15 @@ class PlannedRun:
         return 2 * lack - static <= most
 
     def pressed_lack(self) -> int:
-        """Return the bytes that the worst device lacks, of a plan for `_pressed` devices."""
+        """Return the bytes of real capacity that the worst device lacks, in a plan for `_pressed` devices."""
         memory = self.memory
         return max(need - _PRESS * has for need, has in zip(memory.needed, memory.capacities, strict=True))
 
     def lack(self) -> int:
-        """Return the bytes that the device with least to spare lacks in the plan of the smallest peak; 0 or less: the
-        run fits.
+        """Return the bytes that the device with the smallest margin lacks in the plan of the smallest peak; 0 or less:
+        the run fits.
         """
-        if not self.plan.fits:  # it is that plan
+        if not self.plan.fits:  # then this plan has the smallest peak
             return max(1, -min(self.memory.margins))
         return min(0, self._smallest.pressed_lack())
 
@@ -224,19 +224,19 @@ class PlannedRun:
         return _smallest_run(self.config, self.profile, self.memo)
 
     def least_needed(self) -> int:
-        """Return the bytes that the fullest device needs in the plan of the smallest peak; of unequal devices, among
-        which that divides unevenly, the mean.
+        """Return the bytes that the fullest device needs in the plan of the smallest peak; for unequal devices, whose
+        shares of that plan are unequal, the mean.
         """
         needed, capacities = self._smallest.memory.needed, self.memory.capacities
         return max(needed) if len(set(capacities)) == 1 else sum(needed) // len(needed)
 
     def least(self) -> tuple[int, int]:
-        """Return the lack of the plan with the smallest peak, and the same without activations, at most 0."""
+        """Return the lack of the plan with the smallest peak, and that lack without activations (at most 0)."""
         lack = self._smallest.pressed_lack()
         return lack, self._smallest._static_lack(lack)
 
     def _static_lack(self, lack: int) -> int:
-        """Return what of a lack would remain without activations, at most 0."""
+        """Return the lack that would remain without activations, at most 0."""
         headroom, peak = Headroom.of(self.profile), max(self.memory.peaks)
         activations = self.kinds().get("activations and workspaces", peak // 2)
         return min(0, lack - headroom.device(peak) + headroom.device(peak - activations))
@@ -278,24 +278,24 @@ def _pressed(config: Config) -> Config:
 
 
 _SEARCH_SECONDS = 90.0
-"""After which a search asks no further question."""
+"""Time after which a search starts no further estimate."""
 _ALIKE = 0.9
-"""Part of the memory that these devices need below which other kinds do not come into question."""
+"""Kinds of GPU with less than this share of the needed memory are not tried."""
 
 
 @dataclass(frozen=True)
 class Largest:
     """Largest size that fits.
 
-    size: None where no smaller one than the smallest that was tried fits. stopped_after: seconds, where the search was
-    ended before it was sure that no larger size fits.
+    size: None where no tried size fits. stopped_after: seconds after which the search ended at its time limit; None:
+    no larger size fits.
     """
 
     size: int | None
     stopped_after: float | None = None
 
     def text(self, unit: str = "") -> str:
-        """Return it in words, such as "at least 4096 tokens (stopped after 130 s)"."""
+        """Return the size in words, such as "at least 4096 tokens (stopped after 130 s)"."""
         stop = "" if self.stopped_after is None else f" (stopped after {self.stopped_after:.0f} s)"
         if self.size is None:
             return f"not known{stop}" if stop else "none"
@@ -303,19 +303,19 @@ class Largest:
 
 
 class _Late(Exception):
-    """A search has taken its time."""
+    """A search has reached its time limit."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a training fits its devices. It prints as the verdict; its methods ask what else would fit, with an
-    estimate for every size that they try.
+    """Verdict on whether a training fits its devices; prints as text. Its properties search for other sizes and devices
+    that fit, with an estimate for each that they try.
 
     Attributes:
-        fits: True where every device holds what it needs at most.
-        plan: the fastest that fits, else the one with the smallest peak.
-        memory: bytes of every device: peaks (allocated), needed (also what the allocator and the driver hold besides)
-            and capacities.
+        fits: True where no device needs more than its memory.
+        plan: the fastest plan that fits, else the plan with the smallest peak.
+        memory: bytes of every device: peaks (allocated), needed (with the memory of allocator and driver) and
+            capacities.
         kinds: bytes on the fullest device, by kind: weights, gradients, optimizer states, activations and workspaces.
     """
 
@@ -339,7 +339,7 @@ class Fit:
 
     @property
     def split(self) -> str:
-        """One line: the layers of every device, which of them run again, and the microbatches."""
+        """One line: the layers of every device, which of them are recomputed, and the microbatches."""
         device = str(self._answer.profile.conditions.get("device", "cpu"))
         stages = []
         for stage, treatment in zip(
@@ -354,14 +354,14 @@ class Fit:
 
     @property
     def takes_sequence(self) -> bool:
-        """True where the model reads tokens, of a length that is chosen here."""
+        """True where the model reads tokens, in sequences whose length `fits` can choose."""
         question, inputs = self._answer.question, self._answer.profile.conditions.get("input", {})
         return question.of_folder and not question.sample and "input_ids" in inputs
 
     @functools.cached_property
     def largest_batch(self) -> Largest:
-        """Largest microbatch, in samples, at this sequence and with as many microbatches; sizes above 32 are tried at
-        most a sixteenth apart.
+        """Largest microbatch, in samples, at this sequence length and number of microbatches; sizes above 32 are tried
+        at distances of at most a sixteenth.
         """
         train = self._answer.config.train
         size, count = train.microbatch_size, train.minibatch_size // train.microbatch_size
@@ -388,7 +388,7 @@ class Fit:
         return self._answer.least()
 
     def _search(self, sizes: Sequence[int], size: int, lack: Callable[[int], int]) -> Largest:
-        """Search from the size of the question. The bytes without activations stand for the size 0."""
+        """Search from the question's size. For size 0, the bytes without activations count."""
         begun, largest = time.perf_counter(), size if self.fits else None
         missing, static = self._least
         known = {0: static, size: min(0, missing) if self.fits else max(1, missing)}
@@ -411,8 +411,8 @@ class Fit:
 
     @functools.cached_property
     def cards(self) -> tuple[str, ...]:
-        """Kinds of GPU of which as many would do, the smallest memory first: those with as much memory as the smallest
-        that was tried and does. Kinds with far less than these devices need are not tried.
+        """Kinds of GPU that would fit in the same number, smallest memory first: the first kind that an estimate finds
+        to fit, and all larger kinds. Kinds with far less memory than needed are not tried.
         """
         low = self._answer.config.train.precision in ("bfloat16", defaults.BF16_WEIGHTS)
         kinds = [name for name, gpu in GPUS.items() if gpu.has_bfloat16 or not low]
@@ -429,7 +429,7 @@ class Fit:
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return fields for programs: bytes, samples and tokens. It asks all questions."""
+        """Return fields for programs: bytes, samples and tokens. Runs all searches."""
         train = self._answer.config.train
         return {
             "fits": self.fits,
@@ -453,7 +453,7 @@ class Fit:
         }
 
     def lines(self) -> list[str]:
-        """Return what is known without further estimates, a line each."""
+        """Return the results that need no further estimate, as lines."""
         train = self._answer.config.train
         rows = [self.verdict]
         for rank, margin in enumerate(self.memory.margins):
@@ -499,19 +499,19 @@ def fits(
     recomputed; nothing is offloaded unless `settings` has a `pipeline.host_capacity`.
 
     Args:
-        model: as `capslog.plan` takes it; or a folder with a Hugging Face config.json, or a name of its hub.
-        sample: as of `capslog.plan`; a folder needs none.
-        devices: how many, or of which kinds, such as `"2x rtx4090"`.
+        model: as for `capslog.plan`; or a folder with a Hugging Face config.json, or a name of its hub.
+        sample: as for `capslog.plan`; a folder needs none.
+        devices: their number, or their kinds, such as `"2x rtx4090"`.
         capacity, device: memory of each device, and the device of the costs, where `devices` is a number.
-        sequence: tokens of a sequence, of a folder; default: 1024, or as many as it takes.
+        sequence: tokens of a sequence, for a folder; default: 1024, or fewer where the model takes no more.
         settings: further keys of a config, such as `{"train.optimizer": "sgd"}`; with `{"model.arguments.lora": 8}` a
             folder's model trains adapters of peft of that rank in place of its weights. Defaults: `train.precision` of
             `bf16-weights` where config.json says bfloat16, else `fp32`; `train.minibatch_size` of four samples for each
-            device, `train.microbatch_size` of the fastest step (the largest of equals) that fits.
-        say: called with what is estimated, before each estimate.
+            device, `train.microbatch_size` of the fastest step that fits (ties are broken by the larger size).
+        say: called with a few words before each estimate.
 
     Raises:
-        CapslogError: no capacity is known, its memory cannot be predicted, and as `capslog.plan`.
+        CapslogError: no capacity is known, the memory cannot be predicted, or an error of `capslog.plan`.
     """
     named = parse_devices(devices)
     named.refuse_beside({"capacity": capacity, "device": device}, f"devices={devices!r}", f"devices={named.count}")

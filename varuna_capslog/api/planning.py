@@ -1,4 +1,4 @@
-"""`capslog.plan`: where to cut a model, and whether the plan fits."""
+"""`capslog.estimate` and `capslog.plan`: the costs of a model's layers, where to cut it, and whether the plan fits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Estimate", "ModelPlan", "Picture", "estimate", "estimated", "plan"]
 
-# -- `capslog.estimate`: bytes and seconds of each layer of a model, without the device and without any run.
+# -- `capslog.estimate`
 
 
 class Estimate(Profile):
@@ -59,7 +59,7 @@ def estimate(
 ) -> Estimate:
     """Estimate bytes and seconds of every layer for one training step, from the shapes alone.
 
-    Nothing of the model is run or changed, and `device` need not be there.
+    The model is neither run nor changed, and this machine need not have the `device`.
 
     Args:
         model: an nn.Module on any device (the meta device too: no memory is needed for weights), a `Chain`, or
@@ -82,7 +82,7 @@ def estimate(
 
 
 def estimated(config: Config, memo: Any = None) -> Estimate:
-    """Return the estimate of a config; memo: see `start.prepare.estimate_memo`."""
+    """Return the estimate for a config; memo: see `start.prepare.estimate_memo`."""
     from varuna_capslog.start.prepare import profile_run
 
     return Estimate(**vars(profile_run(config, show=False, memo=memo)))
@@ -125,7 +125,7 @@ def drawn(draw: Callable[[Path], object]) -> Picture:
 
 @dataclass(frozen=True, repr=False)
 class ModelPlan(Plan):
-    """`Plan` with the profile it was made of, the costs of each layer. It prints as a table, also in a notebook."""
+    """`Plan` with its profile, which has the costs of each layer. It prints as a table, also in a notebook."""
 
     profile: Profile | None = field(default=None, compare=False)
 
@@ -147,13 +147,13 @@ class ModelPlan(Plan):
         """Return a picture of the plan, which a notebook shows inline.
 
         Args:
-            path: a PNG file to write it to as well.
-            what: `"step"`: one step over time, what every rank does and holds; `"layers"`: the bytes of every layer,
-                and the cuts of a plan that is one pipeline.
+            path: a PNG file to which the picture is also written.
+            what: `"step"`: the actions and bytes of every rank over one step; `"layers"`: the bytes of every layer, and
+                the cuts of a plan that is one pipeline.
 
         Raises:
-            CapslogError: another `what`; matplotlib is not installed (the extra `report` brings it); for a step, the
-                profile has no seconds.
+            CapslogError: an unknown `what`; matplotlib is not installed (the extra `report` installs it); for a step,
+                the profile has no seconds.
         """
         fields.refuse_unknown([what], ["step", "layers"], "picture")
         picture = drawn(self._draw_step if what == "step" else self._draw_layers)
@@ -208,27 +208,27 @@ def plan(
 ) -> ModelPlan:
     """Divide a model over devices as pipeline stages, for the shortest step within the capacity.
 
-    The costs are estimated (`capslog.estimate`); nothing of the model is run or changed, and no device is needed.
+    The costs are estimated (`capslog.estimate`); the model is neither run nor changed, and no device is needed.
 
     Args:
-        model, sample: as `capslog.estimate` takes them; or a `Profile` (an `Estimate`, or `read_profile(...)`), then
-            without a sample. Planning from a profile imports no torch.
-        devices: how many, or of which kinds: `"2x a100-80gb"`, `"2x rtx4090, rtx3090"`, from which `device`, `capacity`
-            and their relative speeds follow.
+        model, sample: as for `capslog.estimate`; or a `Profile` (an `Estimate`, or `read_profile(...)`), then without a
+            sample. Planning from a profile imports no torch.
+        devices: their number, or their kinds: `"2x a100-80gb"`, `"2x rtx4090, rtx3090"`, which set `device`, `capacity`
+            and relative speeds.
         capacity: memory of each device: `"16GiB"`, a number of bytes, or a list with one for each device. Default: no
             limit, or the memory of a kind of GPU named by `device`, here or in `capslog.estimate`.
         planner: default `budget`, the shortest step that fits, where it can plan the run, else `exact`, the smallest
-            peak; others stand in docs/planners.md. It may give stages replicas, unless `settings` has
+            peak; docs/planners.md lists all. Planner `budget` may give stages replicas, unless `settings` has
             `{"train.accumulation_blocks": 1}`.
         device: the device that the costs are for; see `capslog.estimate`.
         minibatch_size: samples of one step; default: four microbatches (each the sample's batch) for each device.
         settings: further keys of a config, such as `{"pipeline.schedule": "1f1b"}`.
 
     Returns:
-        The plan. A plan that does not fit is an answer, too: `fits` is False and `notes` say what is missing.
+        The plan. A plan that does not fit raises no error: `fits` is False and `notes` say what is missing.
 
     Raises:
-        CapslogError: more devices than layers, an unknown planner, and as `capslog.estimate`.
+        CapslogError: more devices than layers, an unknown planner, or an error of `capslog.estimate`.
     """
     from varuna_capslog.start.prepare import divided_profile, estimate_memo, plan_run
 

@@ -35,7 +35,7 @@ __all__ = ["TrainedRun", "draw_predictions", "peaks_of_stages", "script_module",
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return `package.module:function`. Raises CapslogError where it stands in no module that a worker can import."""
+    """Return `package.module:function`. Raises CapslogError for a function in no module that a worker can import."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module == "__main__" and name.isidentifier() and inspect.isroutine(function):
         module = script_module(name)
@@ -50,8 +50,8 @@ def function_name(function: Callable[..., Any]) -> str:
 def script_module(name: str) -> str:
     """Return the module name of the program's script, by which a worker started in the same folder imports it.
 
-    name: the function to find in it, for the error. Raises CapslogError where the program is no file below the current
-    folder, such as a notebook.
+    name: the function that the worker needs, for the error. Raises CapslogError where the program is no file below the
+    current folder, such as a notebook.
     """
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -69,16 +69,15 @@ def script_module(name: str) -> str:
     return ".".join(path.parts)
 
 
-# -- The config that a model and a data set stand for: `capslog.train(model, dataset, ...)`.
+# -- Makes the config for a model and a data set: `capslog.train(model, dataset, ...)`.
 #
-# Functions are named, objects are handed over in a file of the run's folder, so that every process of the run has
-# them.
+# So that every process of the run has them, functions are passed by name, and objects in a file of the run's folder.
 
 
 _FUNCTIONS = ("collate", "loss", "metric", "sample")
-"""Keys of the `data` section that are a function or an object that can be called."""
+"""Keys of the `data` section whose values are functions or callable objects."""
 _SETTINGS = (str, bytes, list, tuple, Mapping)
-"""Types of settings besides numbers; no data set is of one of them."""
+"""Types of settings besides numbers; no data set has one of these types."""
 
 
 def refuse_splits(dataset: Any, name: str = "dataset") -> None:
@@ -97,11 +96,11 @@ def refuse_splits(dataset: Any, name: str = "dataset") -> None:
 
 
 def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the config.
+    """Return the config's keys.
 
     Args:
-        data: further keys of its `data` section, functions and objects among them.
-        settings: those of the call; of them only `run_dir` is read here.
+        data: further keys of its `data` section, with functions and objects as values, too.
+        settings: the call's settings; only `run_dir` is read here.
 
     Raises:
         CapslogError: a model or data set of another kind; something that no other process can import.
@@ -162,7 +161,7 @@ def _refuse_import() -> None:
             )
 
 
-# -- `capslog.train`: a run on this machine, from a config, a workload, or a model with a data set.
+# -- `capslog.train`
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ class TrainedRun:
 
     @property
     def record(self) -> RunRecord:
-        """Record of the folder: `steps`, `evaluations`, `plans`, `events`."""
+        """Content of the folder's files: `steps`, `evaluations`, `plans`, `events`."""
         from varuna_capslog.reports.run import read_run
 
         return read_run(self.run_dir)
@@ -189,7 +188,7 @@ class TrainedRun:
         return self.record.plan
 
     def report(self) -> Path:
-        """Write the page that `capslog report` writes, and return its path; needs the extra `report`."""
+        """Write the report page like `capslog report`, and return its path; needs the extra `report`."""
         return write_run_report(load_config(self.run_dir / "config.yaml"))[0]
 
     def _table(self) -> Table:
@@ -228,25 +227,24 @@ def train(
 ) -> TrainedRun:
     """Profile, plan and train on this machine; return when the training has ended.
 
-    Every rank is a process of its own, so the workload must be importable: it is named, not handed over. Ranks import
-    the model, data set and functions of your own script by its file's name, so the call stands under
-    `if __name__ == "__main__":`.
+    Every rank is a process of its own, which imports the workload by its name. Ranks import the model, data set and
+    functions of your own script by its file's name, so put the call under `if __name__ == "__main__":`.
 
-    With a data set, `train` has AdamW, lr 1e-3, no clipping, minibatches of 32 samples and microbatches of at most 8
-    unless the settings say otherwise; a line says which of these were not given.
+    With a data set, the defaults of the section `train` are AdamW, lr 1e-3, no clipping, minibatches of 32 samples and
+    microbatches of at most 8; a printed line lists the defaults that were used.
 
     Args:
         run: a YAML file; the keys of a config as a dict; a `Config`; or a workload as `"package.module:function"` or as
             that function itself. With a data set: the model, as an nn.Module, a Chain, or a function that makes it.
-        dataset: a map-style dataset, or a function that makes it. (Settings may stand here where there is none.)
+        dataset: a map-style dataset, or a function that makes it. (Without a data set, settings may be given here.)
         settings: keys to change, such as `{"train.max_steps": 10, "run_dir": "runs/mine"}`.
         data: further keys of the config's `data` section: val, collate, loss, metric, sample, inputs, workers,
             prefetch; functions as themselves or by name.
-        show: print the plan, notes and the progress of profiling; the workers' own lines appear in any case, where the
-            standard output of this process goes (in a notebook, that of its server).
+        show: print the plan, notes and the progress of profiling; the workers print their own lines in any case, on the
+            standard output of this process (in a notebook, on that of its server).
         on_step: called in this process with each new row of metrics.jsonl, a dict, while the run goes on. Where it
-            returns `capslog.STOP`, the run ends after the step that is under way then, and saves it. Training does not
-            wait for a slow function; Ctrl-C breaks it off.
+            returns `capslog.STOP`, the run ends after the current step, and saves it. Training does not wait for a slow
+            function; Ctrl-C interrupts it.
         on_evaluation: the same with each row of evaluations.jsonl.
         on_checkpoint: the same with step, generation, time and path of each new checkpoint.
 
@@ -255,7 +253,7 @@ def train(
 
     Raises:
         DoesNotFit: no plan fits the capacity; no worker was started.
-        CapslogError: a key, the model, or a worker failed; several data sets in place of one.
+        CapslogError: a key or the model is invalid, a worker failed, or several data sets are given in place of one.
         KeyboardInterrupt: the run was interrupted; the same call continues it.
         Exception: of a callback; the run was stopped and saved before, as by `capslog.STOP`.
     """
@@ -306,7 +304,7 @@ def _config(run: Any, settings: dict[str, Any], say: Callable[[str], None]) -> C
             f"there is nothing to train in a {type(run).__name__}; give a config file, its keys as a dict, or the name "
             "of a workload's function, 'package.module:function'"
         )
-    values: dict[str, Any] = json.loads(json.dumps(run, default=str))  # a copy, all of it
+    values: dict[str, Any] = json.loads(json.dumps(run, default=str))  # a deep copy
     for key, value in settings.items():
         assign(values, key, value, f"settings {key!r}")
     if "run_dir" not in values:
@@ -325,8 +323,8 @@ def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, 
     """Write the report page into the folder of a run. Returns its path, a sentence on what is missing in it (else
     None), and the folder's record.
 
-    refusal: why the code that the config names may not run; the page is then made of the folder's data alone. Raises
-    CapslogError where matplotlib or plotly is not installed (the extra `report` brings them), or the folder cannot be
+    refusal: why the code that the config names may not run; the page then shows only the folder's data. Raises
+    CapslogError where matplotlib or plotly is not installed (the extra `report` installs them), or the folder cannot be
     read or written.
     """
     with needed("a report"):
@@ -356,7 +354,7 @@ def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, 
 
 def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[int]:
     """Return the peak bytes of every stage of a run's plan for inputs of these shapes, by a rehearsal of every rank.
-    The plan decides choices that the config leaves to its planner, such as the schedule. Raises as
+    The plan's values, such as the schedule, replace those that the config leaves to its planner. Raises like
     `profiling/rehearsal.rehearse_plan`.
     """
     from varuna_capslog.profiling.rehearsal import rehearse_plan
@@ -367,7 +365,7 @@ def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[in
 
 def draw_predictions(config: Config, images: Sequence[Path], out: Path) -> list[Path]:
     """Run the best checkpoint (the newest, if the run was never evaluated) on pictures; return the drawn pictures in
-    `out`. Raises CapslogError for no checkpoint, one of another model, or a picture that cannot be read.
+    `out`. Raises CapslogError without a checkpoint, for another model's checkpoint, or for an unreadable picture.
     """
     from varuna_capslog.model.workload import load_workload
 

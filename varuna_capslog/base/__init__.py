@@ -1,1 +1,1 @@
-"""Errors, units, checked fields, files, processes and their failures. Nothing here imports torch or knows plans."""
+"""Errors, units, checked fields, files, processes and their failures. No module here imports torch or uses plans."""

@@ -1,10 +1,10 @@
 """TCP connection of two processes that have proved to each other that they know a key.
 
-`dial` is the caller's side of the handshake, `AuthenticatedListener` the other. Afterwards all bytes travel in
-records of bounded size, each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number
-and its bytes, under a key of this connection and direction. Nothing is encrypted, and nothing that arrives is ever
-unpickled. A record that was changed, repeated, left out or moved ends the connection; so does a stranger's, before a
-byte of it is used.
+`dial` is the caller's side of the handshake, `AuthenticatedListener` the other side. Afterwards all bytes travel in
+records of bounded size. Each record has an authentication code (AES-GCM without encryption, known as GMAC: NIST SP
+800-38D) over its number and its bytes, under a key of this connection and direction. Nothing is encrypted, and received
+bytes are never unpickled. A changed, repeated, missing or reordered record ends the connection, and so does a record
+from a sender without the key, before its bytes are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 MAX_RECORD = 1 << 20
-"""Bytes of a record. A length beyond it is refused before anything is read or allocated."""
+"""Most bytes of a record. A longer record is refused before its bytes are read or memory is allocated."""
 
 _MAGIC = b"capslog2"
 _NONCE = 32
@@ -60,7 +60,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class NotTrusted(ConnectionError):
-    """The other side does not know the key, or refuses ours."""
+    """The other side does not know the key, or refuses our proof."""
 
 
 class Forged(ConnectionError):
@@ -68,10 +68,10 @@ class Forged(ConnectionError):
 
 
 class Connection:
-    """End of a connection, after the handshake. One thread may send while another reads.
+    """Endpoint of a connection, after the handshake. One thread may send while another reads.
 
     Args:
-        sends, takes: the keys of the two directions.
+        sends, takes: the keys for sent and for received records.
 
     Attributes:
         until: `time.monotonic` at which sending and reading raise TimeoutError; None: never.
@@ -79,14 +79,14 @@ class Connection:
 
     def __init__(self, line: socket.socket, sends: bytes, takes: bytes) -> None:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that vanished keeps no descriptor here
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that a vanished machine's connection ends
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         line.settimeout(None)
         self.until: float | None = None
         self._line = line
         self._sends, self._takes = AESGCM(sends), AESGCM(takes)
         self._sent = self._taken = 0
-        self._rest = memoryview(b"")  # of the record that was checked last
+        self._rest = memoryview(b"")  # unread bytes of the last checked record
 
     # -- a stream of bytes ---------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Connection:
             self._send_record(row)
 
     def read_into(self, view: memoryview) -> None:
-        """Fill the memory. Raises EOFError, Forged, or another OSError; the content is then undefined."""
+        """Fill the view. Raises EOFError, Forged, or another OSError; the view's content is then undefined."""
         while view:
             if not self._rest:
                 (size,) = _SIZE.unpack(self._exactly(memoryview(bytearray(_SIZE.size))))
@@ -124,7 +124,7 @@ class Connection:
             view, self._rest = view[count:], self._rest[count:]
 
     def read(self, size: int) -> bytearray:
-        """Return the next `size` bytes. Raises as `read_into`."""
+        """Return the next `size` bytes. Raises like `read_into`."""
         buffer = bytearray(size)
         self.read_into(memoryview(buffer))
         return buffer
@@ -136,7 +136,7 @@ class Connection:
         self.send([_MESSAGE.pack(len(data)) + data, *more])
 
     def read_message(self, most: int) -> bytearray:
-        """Return the next message. Raises as `read_into`, and Forged where it is longer than `most` bytes."""
+        """Return the next message. Raises like `read_into`, and Forged for a message longer than `most` bytes."""
         (size,) = _MESSAGE.unpack(self.read(_MESSAGE.size))
         if size > most:
             raise Forged(f"a message of {size} bytes")
@@ -145,7 +145,7 @@ class Connection:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def shut_down(self) -> None:
-        """Wake other threads that wait on this connection, which may be closed already."""
+        """Wake other threads that wait on this connection; no error if it is closed already."""
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 
@@ -208,13 +208,13 @@ def server_hello() -> bytes:
 
 
 def proof(key: bytes, challenge_bytes: bytes, nonce: bytes) -> bytes:
-    """Return the code by which a caller answers the challenge and proves that it knows the key."""
+    """Return the code with which a caller answers the challenge and proves that it knows the key."""
     return _code(key, b"caller", challenge_bytes + nonce)
 
 
 def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, bytes, bytes] | None:
     """Check `reply` (`PROOF_BYTES`: the caller's fresh nonce and code) on the accepting side. Returns our own proof,
-    and the keys for sending and taking; None: the caller does not know the key.
+    and the keys for sent and for received records; None where the caller does not know the key.
     """
     both = challenge_bytes + reply[:_NONCE]
     if not hmac.compare_digest(proof(key, challenge_bytes, reply[:_NONCE]), reply[_NONCE:]):
@@ -223,14 +223,14 @@ def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, b
 
 
 def dial(host: str, port: int, key: bytes, seconds: float) -> Connection:
-    """Connect to an `AuthenticatedListener`; both prove that they know the key, all within `seconds`.
+    """Connect to an `AuthenticatedListener`; both sides prove that they know the key, all within `seconds`.
 
-    A connection that ends during the handshake is tried again a few times: a listener with too many strangers closes
-    the oldest connection.
+    A connection that ends during the handshake is tried again a few times, since a listener with too many callers
+    closes the connection that has waited longest.
 
     Raises:
         NotTrusted: the other side does not know the key, or closes every connection at our proof.
-        OSError: it is not there, does not answer in time, or speaks another protocol.
+        OSError: nobody listens there or answers in time, or the other side speaks another protocol.
     """
     until, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     for turn in range(_TRIES):
@@ -287,18 +287,18 @@ def _code(key: bytes, role: bytes, both: bytes) -> bytes:
 
 # -- An authenticated listener: accepts callers that know the key, in one thread, however many strangers connect.
 #
-# A caller that has not yet proved that it knows the key has a few seconds and a place in a queue of bounded length;
-# the oldest one makes room for the next. A stranger therefore costs a descriptor for a moment, never a thread and
-# never memory beyond 64 bytes, and receives nothing but a random number.
+# A caller that has not yet proved that it knows the key has a few seconds and a place in a queue of bounded length.
+# When the queue is full, the oldest connection is closed for a new one. A caller without the key therefore costs a
+# descriptor for a moment, never a thread and never memory beyond 64 bytes, and receives only a random number.
 
 
 GUESTS = 256
-"""Connections that have not yet proved that they know the key."""
+"""Most connections at once that have not yet proved that they know the key."""
 
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
-"""Time for a caller to prove it."""
+"""Time for a caller to prove that it knows the key."""
 
 _AT_ONCE = 64
 _FULL_SECONDS = 0.05
@@ -312,14 +312,14 @@ class _Guest:
 
 
 class AuthenticatedListener:
-    """Accepts on a listener until it is closed.
+    """Accepts and authenticates connections on a listening socket until it is closed.
 
     Args:
-        listener: bound and listening; closed with this object.
-        key: that callers must know.
-        admitted: called in the door's thread with every proved connection; must return at once. Where it raises, that
-            connection is closed, and the door stays open.
-        ends: called where the door itself failed, and is closed.
+        listener: the bound, listening socket; closed with this object.
+        key: the key that callers must know.
+        admitted: called in this object's thread with every authenticated connection; must return at once. If it raises,
+            only that connection is closed.
+        ends: called with the error if the thread fails; the listener is closed then.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class AuthenticatedListener:
     ) -> None:
         listener.setblocking(False)
         self._listener, self._key, self._admitted = listener, key, admitted
-        self._guests: dict[socket.socket, _Guest] = {}  # in the order of their coming
+        self._guests: dict[socket.socket, _Guest] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
         self._wakes, self._wake = socket.socketpair()
         for endpoint in (listener, self._wakes):
@@ -377,7 +377,7 @@ class AuthenticatedListener:
                 line, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError:  # no descriptor or no memory is left: some must go first
+            except OSError:  # no descriptor or memory is left: close the oldest connection first
                 if self._guests:
                     self._dismiss(next(iter(self._guests)))
                 time.sleep(_FULL_SECONDS)
@@ -413,7 +413,7 @@ class AuthenticatedListener:
         self._selector.unregister(line)
         ours, sends, takes = answer
         try:
-            line.send(ours)  # into an empty buffer: it takes 32 bytes at once
+            line.send(ours)  # not blocking: 32 bytes fit into the empty buffer
             self._admitted(Connection(line, sends, takes))
         except OSError:
             line.close()

@@ -34,8 +34,8 @@ class CapslogError(ValueError):
     """Mistake in a config, a file or a cluster that the user can correct.
 
     Attributes:
-        exit_status: of the command.
-        kind: of a worker's failure, as its report names it; see `failures.Failure`.
+        exit_status: the command's exit status after this error.
+        kind: kind of failure in a worker's report; see `failures.Failure`.
     """
 
     exit_status = 2
@@ -47,7 +47,7 @@ class ConfigError(CapslogError):
 
 
 class DiskFailed(CapslogError):
-    """A run's folder or checkpoint cannot be written (full, over quota, read-only). All members share it; all stop."""
+    """A run's folder or checkpoint cannot be written (full, over quota, read-only). Members share it, so all stop."""
 
     kind = "disk"
 
@@ -86,10 +86,10 @@ class RunFinding:
     """Sentence about a run that has not begun.
 
     Attributes:
-        kind: fact: was checked; note: the run goes on, and its user should know this; stops: the run would stop there,
-            or learn wrong things; does_not_fit: no plan keeps it within its memory or disk.
-        part: of the run, such as "data"; "" where the caller knows it.
-        error: that the run itself ends with.
+        kind: fact: a checked property of the run; note: the user should know it, but the run is possible; stops: it
+            would stop the run or spoil its training; does_not_fit: the run needs more memory than there is.
+        part: the checked part of the run, such as "data"; "" where the caller knows the part.
+        error: the error with which the run itself would end.
     """
 
     text: str
@@ -123,7 +123,7 @@ def _until_error(check: Callable[[], Iterable[RunFinding] | None]) -> Iterator[R
 
 
 def settle(findings: Iterable[RunFinding]) -> list[str]:
-    """Return the notes. Raises the CapslogError of the first finding that stops the run; it counts the others."""
+    """Return the texts of the notes. Raises the error of the first finding that stops the run and counts the others."""
     all_findings = list(findings)
     errors = [
         finding.error or CapslogError(finding.text)
@@ -137,7 +137,7 @@ def settle(findings: Iterable[RunFinding]) -> list[str]:
     return [finding.text for finding in all_findings if finding.kind == "note"]
 
 
-# -- Finds the extra that brings a module that is not installed: `pip install 'varuna-capslog[report]'`.
+# -- Finds the extra (`pip install 'varuna-capslog[report]'`) that installs a missing module.
 
 
 EXTRAS = {
@@ -151,19 +151,19 @@ EXTRAS = {
 
 
 def extra_of(error: ImportError) -> str | None:
-    """Return the extra that brings the module an import did not find; None where none does."""
+    """Return the extra that installs the module missing in this error; None where no extra does."""
     name = (error.name or "").partition(".")[0]
     return next((extra for extra, modules in EXTRAS.items() if name in modules), None)
 
 
 def install_sentence(extra: str) -> str:
-    """Return the advice for a missing module of the extra, to follow a semicolon."""
+    """Return the advice to install an extra, as a clause that follows a semicolon."""
     return f"the extra {extra!r} brings it: pip install 'varuna-capslog[{extra}]', or -e '.[{extra}]' in a clone"
 
 
 @contextmanager
 def needed(feature: str) -> Iterator[None]:
-    """Raise CapslogError where the block lacks a module of an extra. It begins with `feature` and names the extra."""
+    """Raise CapslogError, which names `feature` and the extra, where the block imports a missing module of an extra."""
     try:
         yield
     except ModuleNotFoundError as error:

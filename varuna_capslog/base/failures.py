@@ -1,5 +1,5 @@
-"""Failures of workers: the report that a worker writes as it ends, and what its supervisor reads from reports and ends
-of processes: why each worker was lost, and which failure is the cause of others.
+"""Failures of workers. A worker writes a report as it ends. From reports and exit statuses its supervisor finds why a
+worker was lost, and which failure caused the others.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Failure:
     """Failure of a worker, from its report in `workers/<rank>.error.json` or from the end of its process.
 
     Attributes:
-        cause: one sentence without an end stop.
+        cause: one sentence without a period.
         kind: "user", "step_refused", "peer" (another rank went away), "memory", "disk", "device", "defect", ... from
             the worker; "signal", "exit" and "hang" from the supervisor.
         time: seconds since the epoch.
         peer: the rank that the worker was waiting for, if its failure names another rank.
-        after_step: the last step that the run finished, where the step of the failure is unknown.
+        after_step: the last step that the run finished, if the step of the failure is unknown.
         member: the worker's name, if workers have names instead of ranks.
-        loss: a name of `CAUSES`, where the supervisor saw the cause; None: it follows from `kind`.
+        loss: a name of `CAUSES`, where the supervisor observed the cause; None: the cause follows from `kind`.
     """
 
     rank: int
@@ -102,7 +102,7 @@ class Failure:
         if self.kind == "hang":
             return f"{worker}{where} does not answer{when}: {self.cause}"
         if self.kind == "step_refused":
-            return self.cause  # all ranks agreed on it: it is no rank's failure
+            return self.cause  # all ranks agreed to refuse the step: no rank failed
         return f"{worker}{where} failed{when}: {self.cause}"
 
 
@@ -122,11 +122,11 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
             member=member,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # missing, or cut off by the same failure that it was to report
+        return None  # missing, or cut off by the failure itself, such as a full disk
 
 
 def ended(rank: int, status: int, log: Path, time: float, memory_killed: bool = False, **details: Any) -> Failure:
-    """Return the failure that the end of a process shows, for a worker without a report.
+    """Return the failure of a worker without a report, from the end of its process.
 
     Args:
         status: exit status, or minus the number of the signal that ended it.
@@ -148,7 +148,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def shortage(error: BaseException) -> CapslogError | None:
-    """Return the error to raise where `error` means that the system had no more threads or processes; else None."""
+    """Return the error to raise if `error` means that the system had no more threads or processes; else None."""
     sentence = f"{type(error).__name__}: {error}"
     refused = any(words in sentence for words in ("can't start new thread", os.strerror(errno.EAGAIN)))
     return CapslogError(f"no thread or process can be started ({sentence}); {PROCESS_LIMIT}") if refused else None
@@ -192,22 +192,22 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure to name: preferably no consequence of another and with a report; of these the earliest."""
+    """Return the earliest failure that is a cause; without one, the earliest exit without a report, or consequence."""
     return min(failures, key=lambda failure: (_distance(failure), failure.time))
 
 
 def _distance(failure: Failure) -> int:
-    # A process that ends without a report has often crashed because a neighbour was lost.
+    # A process that exits without a report has often crashed because a neighbor was lost.
     return 2 if is_consequence(failure) else int(failure.kind == "exit")
 
 
-# -- Causes for which the workers of a run were lost, from the hosts' entries in events.jsonl.
+# -- The causes of a run's lost workers, from the hosts' entries in events.jsonl.
 #
-# A silent host counts as gone; if it comes back, it reports itself whether it was cut off or stood still.
+# A silent host counts as gone; if it comes back, it reports whether it was cut off from the network or paused.
 
 
 def losses_by_cause(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return member -> a name of `CAUSES` for all lost members; "failed" without a cause. events: of events.jsonl."""
+    """Return member -> a name of `CAUSES` for all lost members; "failed" for an entry without a cause."""
     causes: dict[str, str] = {}
     silent: dict[str, list[str]] = {}
     for event in events:
@@ -224,12 +224,12 @@ def losses_by_cause(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def losses_in_words(events: Iterable[Mapping[str, Any]]) -> str | None:
-    """Number of workers lost for each cause, the commonest first; None where none was lost."""
+    """Return the number of lost workers for each cause in words, most frequent first; None where none was lost."""
     counted = Counter(losses_by_cause(events).values())
     return ", ".join(f"{count} {CAUSES[cause]}" for cause, count in counted.most_common()) or None
 
 
-# -- Parts that every worker process needs (`start.worker`, `elastic.member`): stop requests, failure report, exit.
+# -- Functions that every worker process needs (`start.worker`, `elastic.member`): stop request, failure report, exit.
 
 
 class StopWish:
@@ -249,8 +249,8 @@ class StopWish:
 def report_failure(run_dir: Path, name: str, label: str, error: Exception, where: Mapping[str, Any]) -> int:
     """Report on stderr and in `workers/<name>.error.json` why this process ends; return the exit status for `error`.
 
-    Called from the handler of `error`. label: of this worker on stderr. where: the rank, and stage, step and microbatch
-    as far as they are known.
+    Called from the handler of `error`. label: this worker's name on stderr. where: the rank, and stage, step and
+    microbatch as far as they are known.
     """
     if isinstance(error, CapslogError):
         cause, kind, status = str(error), error.kind, error.exit_status

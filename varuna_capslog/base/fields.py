@@ -1,5 +1,5 @@
-"""Checks of values from a file. Records (profiles/record.py, plan.py) call them from their constructors, so that no
-invalid record exists, whether from a file or from code. Nothing here knows a file format.
+"""Checks of values from a file. Records (profiles/record.py, plans/plan.py) call the checks from their constructors, so
+that no invalid record exists, whether from a file or from code. A check raises CapslogError for an invalid value.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ __all__ = [
 T = TypeVar("T")
 
 _MOST = (1 << 63) - 1
-"""The largest whole number of a file: what 64 bits hold."""
+"""The largest whole number in a file: the largest signed 64-bit integer."""
 
 MOST_LAYERS = 100_000
-"""Of a chain, and rows of a profile. A captured model has one layer for each operator at most, some thousands."""
+"""Most layers of a chain and rows of a profile. A captured model has at most one layer per operator, some thousands."""
 
 MOST_RANKS = 100_000
-"""Of a plan: the largest clusters have as many GPUs."""
+"""Most ranks of a plan: the largest clusters have as many GPUs."""
 
 MOST_MICROBATCHES = 1 << 13
-"""Of one stage in a step. More are better taken several at a time: the largest minibatches in print have some thousand
-samples for each pipeline."""
+"""Most microbatches of one stage in a step. Where there are more, larger microbatches are better: the largest published
+minibatches have some thousand samples for each pipeline."""
 
 MOST_CALLS = 1 << 18
-"""Microbatches of a step, counted once for each stage that they pass: every one is an action or more of the step's
-lists, which engine, simulator and exports keep. The largest in print is 3,072 microbatches of 64 stages, 196,608
-(Narayanan et al., SC 2021, Table 1: a trillion parameters)."""
+"""Most calls of a step: microbatches, counted once for each stage that they pass. Each call is one action or more in
+the lists that engine, simulator and exports keep. The largest published step has 3,072 microbatches on 64 stages,
+196,608 calls (Narayanan et al., SC 2021, Table 1: a trillion parameters)."""
 
 _MOST_SECONDS = 1e18
-"""More than the age of the universe, and so few that sums and products of them stay finite."""
+"""Most seconds: more than the age of the universe, but sums and products of such numbers stay finite."""
 
 _SHOWN = 200
-"""Characters of a value that a message shows."""
+"""Most characters of a value that a message shows."""
 
 
 def refuse_unknown(names: Iterable[str], allowed: Sequence[str], kind: str = "field") -> None:
@@ -74,7 +74,7 @@ def refuse_unknown(names: Iterable[str], allowed: Sequence[str], kind: str = "fi
 
 
 def within(where: str, make: Callable[[], T]) -> T:
-    """Return `make()`; a CapslogError from it gets `where` (a file, a row) before its message."""
+    """Return `make()`; put `where` (a file, a row) before the message of a CapslogError that it raises."""
     try:
         return make()
     except CapslogError as error:
@@ -82,7 +82,7 @@ def within(where: str, make: Callable[[], T]) -> T:
 
 
 def build(record: type[T], value: Any, where: str) -> T:
-    """Make the dataclass `record` from a JSON object: unknown and missing fields are refused by name."""
+    """Make the dataclass `record` from a JSON object; refuse unknown and missing fields by name."""
 
     def make() -> T:
         if not isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def build(record: type[T], value: Any, where: str) -> T:
 
 
 def whole(value: Any, name: str, minimum: int | None = 0, most: int = _MOST) -> int:
-    """Return `value` as an int; refuse what is not a whole number from `minimum` (None: any) to `most`."""
+    """Return `value` as an int; it must be a whole number from `minimum` (None: any) to `most`."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -113,21 +113,21 @@ def whole(value: Any, name: str, minimum: int | None = 0, most: int = _MOST) -> 
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return `value` as a float; refuse what is not a finite number of seconds of at least 0."""
+    """Return `value` as a float; it must be a finite number of seconds of at least 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_SECONDS:
         raise CapslogError(f"{name} is {_show(value)}; it must be a number of seconds from 0 to {_MOST_SECONDS:g}")
     return float(value)
 
 
 def boolean(value: Any, name: str) -> bool:
-    """Return `value`; refuse what is neither true nor false."""
+    """Return `value`, which must be true or false."""
     if not isinstance(value, bool):
         raise CapslogError(f"{name} is {_show(value)}; it must be true or false")
     return value
 
 
 def json_value(value: Any, name: str) -> None:
-    """Refuse what JSON cannot hold, such as a number that is not finite."""
+    """Refuse a value that JSON cannot hold, such as infinity."""
     try:
         json.dumps(value, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
@@ -135,35 +135,35 @@ def json_value(value: Any, name: str) -> None:
 
 
 def text(value: Any, name: str) -> str:
-    """Return `value`; refuse what is not a non-empty string."""
+    """Return `value`, which must be a non-empty string."""
     if not isinstance(value, str) or not value:
         raise CapslogError(f"{name} is {_show(value)}; it must be a non-empty string")
     return value
 
 
 def digest(value: Any, name: str) -> str:
-    """Return `value`; refuse what is not `sha256:` and up to 64 hexadecimal digits."""
+    """Return `value`, which must be `sha256:` and 1 to 64 hexadecimal digits."""
     if not isinstance(value, str) or not re.fullmatch("sha256:[0-9a-f]{1,64}", value):
         raise CapslogError(f"{name} is {_show(value)}; it must be sha256: and hexadecimal digits, as a profile has it")
     return value
 
 
 def choice(value: Any, name: str, allowed: Sequence[str]) -> str:
-    """Return `value`; refuse what is not one of the `allowed` words."""
+    """Return `value`, which must be one of the `allowed` words."""
     if not isinstance(value, str) or value not in allowed:
         raise CapslogError(f"{name} is {_show(value)}; it must be one of {', '.join(allowed)}")
     return value
 
 
 def file_name(value: Any, name: str) -> str:
-    """Return `value`; refuse what is not the name of a file in the same folder, as this library gives them."""
+    """Return `value`, which must be a plain file name: 1 to 200 letters, digits, `_`, `.` and `-`, not only dots."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", text(value, name)) or not value.strip("."):
         raise CapslogError(f"{name} is {_show(value)}; it must be the name of a file in the same folder")
     return str(value)
 
 
 def listed(value: Any, name: str, most: int | None = None, length: int | None = None) -> list[Any]:
-    """Return `value` as a list; refuse what is not a list or tuple, or has more than `most` or not `length` entries."""
+    """Return `value` as a list; it must be a list or tuple of at most `most`, or exactly `length`, entries."""
     if not isinstance(value, (list, tuple)):
         raise CapslogError(f"{name} is {_kind(value)}; it must be a list")
     if most is not None and len(value) > most:
@@ -174,14 +174,14 @@ def listed(value: Any, name: str, most: int | None = None, length: int | None = 
 
 
 def mapping(value: Any, name: str) -> dict[str, Any]:
-    """Return `value` as a dict; refuse what is not a JSON object."""
+    """Return `value` as a dict; it must be a JSON object."""
     if not isinstance(value, Mapping):
         raise CapslogError(f"{name} is {_kind(value)}; it must be an object")
     return dict(value)
 
 
 def column(value: Any, name: str, check: Callable[[Any, str], Any], length: int, unit: str) -> list[Any]:
-    """Return the checked entries of a list of `length` entries, one per `unit`; as many None where `value` is None."""
+    """Return the checked entries of a list of `length` entries, one per `unit`; for None, `length` times None."""
     if value is None:
         return [None] * length
     checked = [check(cell, f"{name}[{i}]") for i, cell in enumerate(listed(value, name))]
@@ -208,7 +208,7 @@ def cut_list(cuts: Any, num_layers: int | None, name: str = "cuts") -> tuple[int
 
 
 def interval(value: Any, name: str) -> tuple[int, int]:
-    """Return `value` as layers (first, end), `end` not included; refuse what is not two numbers with first < end."""
+    """Return `value` as layers (first, end), `end` not included; it must be two whole numbers with first < end."""
     pair = listed(value, name)
     if len(pair) != 2:
         raise CapslogError(f"{name} has {len(pair)} entries; it must be [first, end]")

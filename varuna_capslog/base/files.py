@@ -1,5 +1,5 @@
 """Files of a run that survive a crash: whole files that appear at once or not at all, and line files that only grow.
-Files may come from a stranger, so every reader has a bound.
+Files may come from an untrusted source, so every reader has a size limit.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
 MOST_BYTES = 32 << 20
-"""Of a file that is read whole. The largest that runs write are plans with their actions: 16 bytes for each, so that
-this is room for two million. A JSON text of that size becomes at most 800 MiB of Python objects."""
+"""Most bytes of a file that is read whole. The largest files of runs are plans with actions: at 16 bytes per action,
+two million actions fit. A JSON text of that size becomes at most 800 MiB of Python objects."""
 MOST_LEVELS = 100
-"""Objects and lists of a JSON text inside each other; files of this project have fewer than ten."""
+"""Most levels of nested objects and lists in a JSON text; files of this project have fewer than ten."""
 _MOST_DIGITS = 308
-"""Of a whole number: more than these no float can hold."""
+"""Most digits of a whole number: no float can hold more."""
 _MOST_LINE_BYTES, _MOST_LINES = 1 << 30, 10_000_000
-"""Of a line file: 300 epochs of COCO in minibatches of 16 are 2.2 million steps of 250 bytes."""
+"""Most bytes and lines of a line file: 300 epochs of COCO in minibatches of 16 are 2.2 million lines of 250 bytes."""
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -92,8 +92,8 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write: after the block, a reader finds the old file or the whole new one, also after a power cut.
 
-    It is written beside `path` under another name, synced and renamed over `path`; then the folder is synced. After an
-    error the old file is untouched. Raises OSError.
+    The new file is written beside `path` under another name, synced and renamed over `path`; then the folder is synced.
+    After an error the old file is untouched. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.tmp")
     try:
@@ -143,9 +143,9 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file (a pipe in a stranger's folder would hold the reader up), or under /dev of a
-    pipe, such as the user's `<(command)`. Raises CapslogError naming the file if unreadable or larger than
-    `most_bytes`.
+    """Return the bytes of a regular file, or of a pipe under /dev, such as the user's `<(command)`. Other pipes are
+    refused: in an untrusted folder they could block the reader. Raises CapslogError naming the file if unreadable or
+    larger than `most_bytes`.
     """
     with _opened(path) as file:
         about = os.fstat(file.fileno())
@@ -160,7 +160,7 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
 
 
 def _opened(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading. Raises CapslogError where that fails, or it is no regular file."""
+    """Open a file for reading. Raises CapslogError where that fails, or for a pipe or a device outside /dev."""
     try:
         # opening a pipe that nobody writes to would wait for ever
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -198,10 +198,10 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Return the value of a JSON text from outside; it can be walked recursively and written again as JSON.
+    """Return the value of an untrusted JSON text; the value can be walked recursively and written again as JSON.
 
-    Refused are more than MOST_BYTES characters, more than MOST_LEVELS nested objects and lists, numbers that no float
-    can hold (NaN, Infinity, 1e400, whole numbers of 309 digits), halves of surrogate pairs, bytes that are not UTF-8.
+    Refuses more than MOST_BYTES characters, more than MOST_LEVELS nested objects and lists, numbers that no float can
+    hold (NaN, Infinity, 1e400, whole numbers of 309 digits), halves of surrogate pairs, and bytes that are not UTF-8.
     Raises CapslogError that begins with `where`, and names the line where the text is not JSON.
     """
     try:
@@ -242,8 +242,8 @@ def _too_deep(where: str) -> CapslogError:
 
 
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file that a run appends to or begins anew, also as the `opener` of `open`. Raises OSError for a link,
-    which in a stranger's folder may lead to any file of the user's, and for a pipe.
+    """Open a file that a run writes or appends to; also an `opener` for `open`. Raises OSError for a pipe, and for a
+    link, which in an untrusted folder may lead to any file of the user's.
     """
     name = os.path.basename(path)
     try:
@@ -268,8 +268,8 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
     """Append a JSON object as a line, under the file's lock, so that lines of several processes do not mix.
 
     Not synced (a step must not wait for the disk): a killed process loses nothing, a power cut may lose the last lines.
-    A torn last line from an earlier crash is closed first. Raises CapslogError naming the file (DiskFailed where the
-    disk is full).
+    An incomplete last line from an earlier crash gets a line end first. Raises CapslogError naming the file (DiskFailed
+    where the disk is full).
     """
     line = (_dumps(path, record, indent=None) + "\n").encode()
     try:
@@ -309,14 +309,14 @@ def objects_in(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 class Tail:
-    """Reads what is added to a line file from now on; the file need not exist yet."""
+    """Reads the lines that are added to a line file from now on; the file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = path.stat().st_size if path.exists() else 0
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects of the whole lines that were added since the last call."""
+        """Yield the objects of the complete lines that were added since the last call."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._at)
@@ -329,7 +329,7 @@ class Tail:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the objects of a line file, oldest first. Torn lines, and JSON that is no object, are left out with a
+    """Return the objects of a line file, oldest first. Incomplete lines, and JSON that is no object, are skipped with a
     warning in the log. Raises CapslogError where the file cannot be read.
     """
     data = read_bytes(path, _MOST_LINE_BYTES)
@@ -340,7 +340,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        # A line is one object, and no proper prefix of an object is JSON: a line that does not parse was torn.
+        # A line is one object, and no proper prefix of an object is JSON: a line that does not parse is incomplete.
         objects = list(objects_in(line))
         if not objects:
             _log.warning("%s: line %d is torn, or no object, and left out", path, number)
@@ -362,7 +362,7 @@ def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> Ca
 
 
 def _advice(path: str | os.PathLike[str], error: OSError | ValueError) -> str:
-    """What to do about a path that cannot be read: the path of a similar name, if one is there, else to check it."""
+    """Return the advice for a path that cannot be read: an existing path of a similar name, else to check the path."""
     if isinstance(error, FileNotFoundError):
         missing = Path(path)
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
 """Starts workers without import time: a process (`main`) imports everything once and forks a worker for each order.
-`ForkServer` is the host's side; its `call` runs a function in a fork, for a process that imports nothing.
+`ForkServer` is the client's side; its `call` runs a function in a fork, so that the client itself imports nothing.
 """
 
 from __future__ import annotations
@@ -46,28 +46,27 @@ __all__ = ["PRELOADED", "ForkServer", "NoAnswer", "answer", "main", "may_fork", 
 
 # -- The fork server's own process: it imports everything once, then forks a worker for each order.
 #
-# `main`, called with ENTRY MODULE..., reads one JSON line per requested worker, and writes one line per fork and, as
-# soon as the system knows it, one per end; `ForkServer` starts it. The process runs no torch
-# operation and starts no thread, since a fork would copy its locks but not its threads. Both pipes have descriptors
-# of their own before a module is imported, so that output of modules is not taken for a report, and they cannot read
-# orders.
+# `ForkServer` starts `main` with ENTRY MODULE... It reads one JSON line per ordered worker, and writes a report line at
+# each fork and at each worker's end. The process runs no torch operation and starts no thread, since a fork
+# would copy its locks but not its threads. Both pipes get other descriptors than 0 and 1 before any module is imported,
+# so that modules cannot read orders, and their output is not taken for a report.
 
 
 PRELOADED = ("torch",)
-"""Modules that all workers need and that take long to import; a workload's package names more (its `PRELOADED`)."""
+"""Modules that all workers need and that are slow to import; a workload's package may name more (its `PRELOADED`)."""
 
 Order = dict[str, Any]
-"""{"member", "environment", "log", "arguments"}: the name, variables on top of the fork server's own, the file for
-standard output and errors, and what the entry is called with (any JSON value). Where given, "output" and "errors" are
-descriptors that the fork server shares, instead of the file, "terminal" one for a sentence about output that is lost,
-and "entry" is called instead of the fork server's."""
+"""{"member", "environment", "log", "arguments"}: the worker's name, variables added to the fork server's, the file for
+standard output and errors, and the argument of the entry (any JSON value). Optional keys: "output" and "errors" are
+descriptors of the fork server that replace the file; "terminal" is a descriptor for a sentence about lost output;
+"entry" replaces the fork server's entry."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until standard input ends, then kill all workers."""
     command_arguments = list(sys.argv[1:] if arguments is None else arguments)
-    outlives(JOB_SIGNALS)  # and the workers do, for which the host answers
-    if command_arguments[:1] == ["--alone"]:  # a worker that could not be forked; it dies with the fork server already
+    outlives(JOB_SIGNALS)  # workers inherit this: the host handles these signals
+    if command_arguments[:1] == ["--alone"]:  # not forked (`may_fork`); dies with the fork server by its `preexec_fn`
         order = json.loads(command_arguments[2])
         add_current_folder()
         _become(order, command_arguments[1])
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.disable()  # imported objects stay: collecting garbage during imports took a sixth of the time
+    gc.disable()  # imported objects stay, and collecting garbage took a sixth of the import time
     add_current_folder()
     _preload(entry, modules)
     gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
@@ -117,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def renew_threads() -> None:
-    """Renew torch's thread pool; call it first in a fork, before there is another thread. Torch would make a new pool
+    """Renew torch's thread pool; call it first in a fork, before another thread starts. Otherwise torch makes the pool
     at its first use, and two threads that use it at once abort the process ("Invalid thread pool!").
     """
     torch = sys.modules.get("torch")
@@ -138,7 +137,7 @@ def _preload(entry: str, modules: Sequence[str]) -> None:
 
 
 def _orders(orders: int, wakes: int, reports: int, children: dict[int, str]) -> Iterator[Order]:
-    """Yield orders as they come; between them, report ends of workers."""
+    """Yield orders as they arrive; between orders, report the workers that have ended."""
     buffered = b""
     while True:
         ready, _, _ = select.select([orders, wakes], [], [])
@@ -173,7 +172,7 @@ def _fork(order: Order, entry: str, private: Sequence[int]) -> int:
         command = python_command(__name__, "--alone", entry, json.dumps(order))
         output = [order[name] for name in ("output", "errors") if name in order]
         process = subprocess.Popen(command, preexec_fn=prepare, pass_fds=output)
-        process.returncode = 0  # it is reaped with the others, not by subprocess
+        process.returncode = 0  # so that `_reap` waits for it, not subprocess
         return process.pid
     sys.stdout.flush()
     sys.stderr.flush()
@@ -195,7 +194,7 @@ def may_fork() -> bool:
 
 
 def accelerator_started() -> bool:
-    """True where this process uses an accelerator. This module never imports torch: False where nothing else did."""
+    """True where torch has started an accelerator in this process; False where no other module has imported torch."""
     torch = sys.modules.get("torch")
     if torch is None or (device := torch.accelerator.current_accelerator()) is None:
         return False
@@ -206,7 +205,7 @@ def accelerator_started() -> bool:
 def _become(
     order: Order, entry: str, prepare: Callable[[], None] | None = None, private: Sequence[int] = ()
 ) -> NoReturn:
-    """Run the worker and end this process. prepare: called first. private: descriptors of the fork server."""
+    """Run the worker and end this process. prepare: called first. private: the fork server's descriptors, to close."""
     status = 1
     try:
         if prepare is not None:
@@ -229,7 +228,7 @@ def _become(
 
 
 def _settle(order: Order, private: Sequence[int]) -> None:
-    """Replace the signals, pipes and variables inherited from the fork server."""
+    """Replace the signal handlers, descriptors and variables inherited from the fork server."""
     signal.set_wakeup_fd(-1)
     for descriptor in private:
         os.close(descriptor)
@@ -257,11 +256,11 @@ def _write_errors_to(path: str) -> None:
 
 
 def answer(order_arguments: Sequence[str]) -> int:
-    """Call a function and write (value, error) to a file: entry of the process of `ForkServer.call`."""
+    """Call a function and write (value, error) to a file. This is the entry of the forks of `ForkServer.call`."""
     entry, arguments, path = order_arguments
     value, error = None, None
     for number in JOB_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.SIG_DFL)
     module, _, function = entry.partition(":")
     try:
@@ -275,7 +274,7 @@ def answer(order_arguments: Sequence[str]) -> int:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or an error with its sentence and status that can be pickled."""
+    """Return the error if it can be pickled, else an error with its sentence (and status, of a CapslogError)."""
     with contextlib.suppress(Exception):
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
@@ -290,11 +289,11 @@ def _report(reports: int, **report: Any) -> None:
     os.write(reports, json.dumps(report).encode() + b"\n")
 
 
-# -- Starts workers without import time
+# -- The client's side
 
 
 class NoAnswer(CapslogError):
-    """A function called in a fork gave no answer. how: such as "signal 9" or "no answer within 20 s"."""
+    """A function called in a fork gave no answer. how: the reason, such as "signal 9" or "no answer within 20 s"."""
 
     def __init__(self, entry: str, how: str) -> None:
         super().__init__(f"the process that should call {entry} ended without an answer ({how}); start anew")
@@ -302,23 +301,23 @@ class NoAnswer(CapslogError):
 
 
 _LAST_SECONDS = 5.0
-"""From the end of the reports to that of their process."""
+"""Longest wait for the fork server's end after its last report."""
 
 
 class ForkServer:
-    """The fork server's process, and a thread that reads its reports. Use it as a context, or `close` it: its end kills
-    the remaining workers.
+    """The fork server's process, and a thread that reads its reports. Use it as a context, or `close` it; both kill the
+    remaining workers.
 
     Args:
-        entry: "module:function"; a worker calls it with its arguments and ends with the status that it returns.
-        tell: called in that thread with {"ready": True, "pid"} once, {"member", "pid"} per fork, {"member", "pid",
-            "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}, when no worker is left. The
-            last two may have a "why", in one sentence.
+        entry: "module:function"; a worker calls the function with its arguments and ends with the returned status.
+        tell: called in the reading thread with {"ready": True, "pid"} once, {"member", "pid"} per fork, {"member",
+            "pid", "status"} or {"member", "pid", "signal"} per worker's end, and finally {"gone": status}, when no
+            worker is left. Reports of an end, and "gone", may have a "why" of one sentence.
         log: gets the fork server's output; None: dropped until `settle` names a file.
-        modules: imported ahead besides the entry's, with the modules in their `PRELOADED`; missing modules are left
-            out.
-        environment: variables on top of this process's own.
-        prepared: this process has imported all of them; it forks itself as the fork server if it has only one thread.
+        modules: imported before the first fork, with the entry's module and the modules in their `PRELOADED`; missing
+            modules are skipped.
+        environment: variables added to this process's own.
+        prepared: this process has imported all modules, and forks itself as the fork server where `may_fork`.
 
     Attributes:
         output, errors: copies of this process's standard output and errors that orders may name.
@@ -375,7 +374,7 @@ class ForkServer:
         self.fork({"server_log": str(log)})
 
     def fork(self, order: Order) -> None:
-        """Ask for a worker. Does not raise where the fork server has ended; `tell` reports that."""
+        """Order a worker. Raises no error where the fork server has ended: `tell` gets that report."""
         with self._writing, contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -385,15 +384,15 @@ class ForkServer:
         """Call "module:function" in a fork that writes to this process's output and errors.
 
         Args:
-            arguments: of the function; like its result, anything that can be pickled.
-            seconds: time after which its process is killed; None: never.
+            arguments: of the function; arguments and result can be pickled.
+            seconds: time after which the process is killed; None: never.
 
         Raises:
-            Exception: the function's own (a CapslogError of the same sentence and status where it cannot be pickled).
+            Exception: the function's own; if it cannot be pickled, one with its sentence: CapslogError or RuntimeError.
             NoAnswer: the process ended without an answer, or was killed.
         """
         name = f"call-{next(self._numbers)}"
-        call = self._calls[name] = _Call()  # kept, so that reports of an abandoned call go nowhere else
+        call = self._calls[name] = _Call()  # kept, so that no report of an abandoned call reaches `tell`
         if self._gone is not None:
             call.put(self._gone)
         with tempfile.TemporaryDirectory(prefix="capslog-call-") as folder:
@@ -444,7 +443,7 @@ class ForkServer:
         for line in self._process.stdout:
             try:
                 report = json.loads(line)
-            except ValueError:  # it was not written whole when the process ended
+            except ValueError:  # cut off by the end of the process
                 continue
             self._ready = True
             call = self._calls.get(report.get("member", ""))
@@ -456,7 +455,7 @@ class ForkServer:
         self._end(why=str(error))
 
     def _end(self, **why: str) -> None:
-        """Tell all waiting callers that the process is gone; kill it if it only stopped reporting."""
+        """Report to all waiting callers that the process is gone; kill it if it only closed its reports."""
         try:
             status = self._process.wait(_LAST_SECONDS)
         except subprocess.TimeoutExpired:
@@ -469,15 +468,15 @@ class ForkServer:
 
 
 class _Call:
-    """Reports about the process of one call. The thread that hears them keeps its number and its end here: Ctrl-C can
-    lose a report that was just taken from a queue.
+    """Reports about the process of one call. The reading thread keeps its pid and end as attributes, because Ctrl-C can
+    lose a report that was just taken from the queue.
     """
 
     ENDS = ("status", "signal", "gone")
     """A report with one of these keys is the last one."""
 
     TELLING_SECONDS = 5.0
-    """Longest wait for the number of a process that was just ordered."""
+    """Longest wait for the pid of a process that was just ordered."""
 
     def __init__(self) -> None:
         self.pid: int | None = None
@@ -490,7 +489,7 @@ class _Call:
         return bool(self.end)
 
     def put(self, report: dict[str, Any]) -> None:
-        """Keep a report, from the thread that hears it."""
+        """Keep a report; called in the reading thread."""
         if set(self.ENDS) & report.keys():
             self.end = report
         else:
@@ -498,11 +497,11 @@ class _Call:
         self._reports.put(report)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for the next report. Raises `queue.Empty` after that time; None: never."""
+        """Wait for the next report. Raises `queue.Empty` after these seconds; None: never."""
         self._reports.get(timeout=seconds)
 
     def kill(self) -> None:
-        """Kill the process unless it has ended, also one of which the fork server is about to tell."""
+        """Kill the process unless it has ended. If the fork server has not reported the pid yet, wait for it first."""
         until = time.monotonic() + self.TELLING_SECONDS
         while self.pid is None and not self.ended and time.monotonic() < until:
             time.sleep(0.005)
@@ -511,7 +510,7 @@ class _Call:
 
 
 class _ServerFork:
-    """Forked process with the part of `subprocess.Popen` that a fork server needs."""
+    """Forked process with the part of `subprocess.Popen` that `ForkServer` uses."""
 
     def __init__(self, pid: int, stdin: BinaryIO, stdout: BinaryIO) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -544,7 +543,7 @@ def _started_as_fork(
     preexec_fn: Callable[[], None],
     pass_fds: Sequence[int],
 ) -> _ServerFork:
-    """Fork this process instead of starting the command; arguments as of `subprocess.Popen`."""
+    """Fork this process instead of starting the command; arguments like those of `subprocess.Popen`."""
     (orders, order), (reports, report) = os.pipe(), os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

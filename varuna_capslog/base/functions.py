@@ -1,4 +1,4 @@
-"""Functions and classes of the user's, named as `package.module:function` in a config."""
+"""Imports and calls the user's functions and classes that a config names as `package.module:function`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from varuna_capslog.base.errors import CapslogError, ConfigError, extra_of, inst
 __all__ = ["add_current_folder", "call_function", "imported", "users_module"]
 
 _OURS = re.compile("varuna_capslog|detr_pipeline")
-"""Packages that are installed with the command, also where it is started in a folder of their sources."""
+"""This project's packages. An installed copy may hide the copy in the current folder, such as a clone: no error."""
 _INSTALLED = {"site-packages", "dist-packages", sysconfig.get_path("stdlib")}
 
 
 def imported(name: str, title: str) -> Any:
-    """Import a user's `package.module:function`, or a class; modules of the current folder count.
+    """Return the function or class that `package.module:function` names; its module may lie in the current folder.
 
     Args:
-        title: what the function is to the user; every message begins with it.
+        title: the user's term for the function; every message begins with it.
 
     Raises:
         ConfigError: no such module or function, or it is not callable.
@@ -55,7 +55,7 @@ def users_module(name: str, title: str) -> ModuleType:
     """Import a user's module, installed or in the current folder.
 
     Raises:
-        ConfigError: both have this name, so that the import would not find the user's.
+        ConfigError: an installed module of this name hides the module of the current folder.
         Exception: whatever the import raises.
     """
     add_current_folder()
@@ -81,7 +81,7 @@ def call_function(name: str, title: str, /, *arguments: Any, **keywords: Any) ->
     """Call a user's `package.module:function`; see `imported`.
 
     Raises:
-        ConfigError: it cannot be imported, or it failed.
+        ConfigError: the function cannot be imported, or raised an error other than CapslogError.
         CapslogError: raised by the function itself.
     """
     function = imported(name, title)

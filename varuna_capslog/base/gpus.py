@@ -1,4 +1,4 @@
-"""Data sheets of GPUs, so that a plan may be for a kind that this machine lacks. Nothing here asks a device.
+"""Data sheets of GPUs, so that a plan may be for a kind that this machine lacks. No function here queries a device.
 
 `profile.device`, `--device` and Python's `device=` name a kind as cuda:KIND (`parse_device`); `parse_devices` reads a
 plan's devices. A plan without a capacity takes `Gpu.memory_bytes`; `profiling.estimation` uses the other facts.
@@ -20,16 +20,16 @@ __all__ = ["GPUS", "Gpu", "NamedDevices", "gpu_named", "gpu_of", "parse_device",
 
 @dataclass(frozen=True)
 class Gpu:
-    """Kind of GPU, by its data sheet. Rates are per second; those of matrix units are dense, with float32 sums.
+    """Kind of GPU, by its data sheet. Rates are per second; matrix units take dense operands, with float32 sums.
 
     Attributes:
         architecture: group of kinds whose kernels reach similar fractions of their rates.
-        memory_gib: total memory as torch reports it, in GiB, rounded down: 1 to 2 % less than it is sold with.
-        bytes_per_second: of its memory.
+        memory_gib: total memory as torch reports it, in GiB, rounded down: 1 to 2 % less than the advertised size.
+        bytes_per_second: memory bandwidth.
         float32_flops: without matrix units. half_flops: in float16 and, where the kind has it, bfloat16.
-        processors: streaming multiprocessors (NVIDIA) or compute units (AMD).
-        clock_hertz: of the processors, boosted.
-        tensor_flops: in TF32; 0 where it has none.
+        processors: number of streaming multiprocessors (NVIDIA) or compute units (AMD).
+        clock_hertz: boost clock of the processors.
+        tensor_flops: in TF32; 0 where the kind lacks TF32.
         threads_per_processor: most resident threads.
         has_bfloat16: True where the matrix units take bfloat16.
     """
@@ -131,16 +131,16 @@ GPUS = {
     "mi325x": _mi300(255.9, 6000e9),
     "mi355x": Gpu("cdna4", 287.9, 8000e9, 157.3e12, 2516.6e12, 256, 2.4e9),
 }
-"""By name, from the makers' data sheets: SXM modules where there are several, the middle of the clocks that a laptop
-may have. The total memory of `h200` was read on one."""
+"""Kinds by name, from the manufacturers' data sheets: the SXM module where there are several forms, for a laptop the
+middle of its clock range. The total memory of `h200` was read on a device."""
 
 _SHORT = {"h100": "h10080gb"}
-"""The kind that people mean by a name that several kinds bear."""
+"""The kind that is usually meant by a name without a memory size."""
 
 
 def gpu_named(text: str) -> str:
     """Return the name in `GPUS` of a kind written as `H100`, `4090`, `A100 80GB` or torch's `NVIDIA A100-SXM4-80GB`.
-    Raises CapslogError: no such kind (the nearest are named), or it has several memories (all are named).
+    Raises CapslogError: no such kind (the nearest are named), or it has several memory sizes (all are named).
     """
     plain = re.sub(r"[\s_-]|nvidia|amd|instinct|geforce|tesla|sxm\d|pcie|hbm\d?e?", "", text.lower())
     spelled = {name.replace("-", ""): name for name in GPUS}
@@ -160,7 +160,7 @@ class NamedDevices:
     """Devices of a plan.
 
     Attributes:
-        count: at least 1.
+        count: number of devices, at least 1.
         kinds: a name of `GPUS` for each device, in the order of the stages; empty: only the number is known.
     """
 
@@ -169,14 +169,14 @@ class NamedDevices:
 
     @property
     def fastest(self) -> str | None:
-        """Kind that the costs are for; None where no kind is known."""
+        """The fastest kind, for which the plan's costs are estimated; None where no kind is known."""
         return max(self.kinds, key=lambda kind: GPUS[kind].pace, default=None)
 
     def refuse_beside(self, others: Mapping[str, Any], name: str, number: str) -> None:
-        """Raise CapslogError where kinds are named together with an option that follows from them.
+        """Raise CapslogError where kinds are named together with an option whose value follows from the kinds.
 
         Args:
-            others: such options, as the caller names them, and their values; None: not given.
+            others: such options by the caller's names, with their values; None: not given.
             name, number: the caller's option for the devices, and the option for their number alone.
         """
         for option, value in others.items() if self.kinds else ():
@@ -233,8 +233,8 @@ def gpu_of(device: str) -> Gpu | None:
 def parse_device(text: str) -> str:
     """Return the device of a profile: a type that torch may know, or cuda:KIND with a name of `GPUS`.
 
-    text: a type such as cpu, cuda:KIND, or KIND as `gpu_named` reads it. CapslogError for anything else names the
-    nearest kinds.
+    text: a type such as cpu, cuda:KIND, or KIND as `gpu_named` reads it. Raises CapslogError for other text, with the
+    nearest kinds or the allowed forms.
     """
     device, colon, kind = text.partition(":")
     if device == "cuda" and colon:
@@ -265,5 +265,5 @@ def parse_device_type(text: str) -> str:
 
 
 def _is_type(text: str) -> bool:
-    """True where a torch backend may have this name: letters only, unlike kinds. `gpu`, often written, is no type."""
+    """True where a torch backend may have this name: letters only, unlike kinds. The frequent `gpu` is no type."""
     return text != "gpu" and re.fullmatch(r"[a-z_]+", text) is not None

@@ -1,6 +1,6 @@
-"""Memory that this machine, or the control groups of its programs, grants and has left. Slurm, systemd, containers and
-Kubernetes limit memory by a control group: the process's own or any group above it, of version 1 or 2. `root` is the
-root of the file system, for tests.
+"""Reads the main memory that this machine and its control groups (cgroups) allow and have free. Slurm, systemd,
+containers and Kubernetes limit memory by the process's own group or by any group above it, in cgroup version 1 or 2.
+Tests pass another `root` of the file system.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/")
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
-"""Files with a limit. `memory.high` counts, too: above it the system makes a process wait and takes pages back from it,
-so that no step ends in time."""
+"""Files with a limit. `memory.high` counts, too: above it the system throttles a process and reclaims its pages, so
+that no step ends in time."""
 _USED = ("memory.current", "memory.usage_in_bytes")
 _FREED = ("total_inactive_file", "inactive_file")
-"""Cached files, which the system takes back first; version 1 writes `total_` for a group with those below it."""
+"""Bytes of cached files, which the system reclaims first; in version 1, `total_` includes the groups below."""
 
 
 def granted_bytes(root: Path = _ROOT) -> int:
@@ -29,7 +29,7 @@ def granted_bytes(root: Path = _ROOT) -> int:
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that new work may take now: what the system calls available, or less where a group has less."""
+    """Return the bytes that can be allocated now: the system's MemAvailable, or less where a control group has less."""
     of_machine = _number_after(root / "proc/meminfo", "MemAvailable:")
     rooms = [granted_bytes(root) if of_machine is None else of_machine * 1024]
     for group in _groups(root):
@@ -40,20 +40,20 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def oom_kills(root: Path = _ROOT) -> int:
-    """Return the processes ended for lack of memory in this control group, or on this machine; 0 where none count."""
+    """Return the number of out-of-memory kills in this control group, else on this machine; 0 without a counter."""
     counters = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
     counts = (_number_after(path, "oom_kill") for path in [*counters, root / "proc/vmstat"])
     return next((count for count in counts if count is not None), 0)
 
 
 class MemoryKills:
-    """Detects whether the system has ended a process for lack of memory in the last seconds."""
+    """Detects whether the system has killed a process for lack of memory in the last seconds."""
 
     _SECONDS = 2.0
-    """Between two looks: a process that was killed is seen well within that time."""
+    """Seconds between two readings of the counter; callers notice a killed process much sooner."""
 
     def __init__(self) -> None:
-        self._counts, self._looked = [oom_kills()] * 2, time.monotonic()  # of the last looks, the older first
+        self._counts, self._looked = [oom_kills()] * 2, time.monotonic()  # counts at the last two readings
 
     def look(self, now: float) -> None:
         """Update the counts; call it often. now: `time.monotonic`."""
@@ -61,13 +61,13 @@ class MemoryKills:
             self._counts, self._looked = [self._counts[1], oom_kills()], now
 
     def any_now(self) -> bool:
-        """True where a process was ended since the second-last look."""
+        """True where a process was killed since the second-last reading."""
         return oom_kills() > self._counts[0]
 
 
 def _groups(root: Path) -> list[Path]:
     """Return the folders of the control groups that limit this process's memory: its own first, then those above it.
-    The mounted groups stand for its own where that is not below any (a control group namespace).
+    If its own group lies below no mounted group (in a control group namespace), the mounted groups replace it.
     """
     groups: list[Path] = []
     for version, path in _memberships(root):
@@ -76,11 +76,11 @@ def _groups(root: Path) -> list[Path]:
         inside = [(folder, below) for folder, below in inside if ".." not in below.parts]
         for folder, below in inside or [(folder, PurePosixPath()) for _, folder in mounts]:
             groups += [folder / below, *(folder / above for above in below.parents)]
-    return groups or [root / "sys/fs/cgroup/memory", root / "sys/fs/cgroup"]  # /proc is hidden: where they usually lie
+    return groups or [root / "sys/fs/cgroup/memory", root / "sys/fs/cgroup"]  # /proc is hidden: the usual folders
 
 
 def _memberships(root: Path) -> Iterator[tuple[int, PurePosixPath]]:
-    """Yield version and path of each group of this process that may limit memory, version 1 first; proc(5)."""
+    """Yield (version, path) of each group of this process that may limit memory, version 1 first; see proc(5)."""
     lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
     yield from ((1, PurePosixPath(path)) for _, controllers, path in lines if "memory" in controllers.split(","))
     yield from ((2, PurePosixPath(path)) for number, controllers, path in lines if (number, controllers) == ("0", ""))
@@ -97,14 +97,14 @@ def _mounts(root: Path) -> Iterator[tuple[int, PurePosixPath, Path]]:
 
 
 def _limits(group: Path) -> list[int]:
-    """Return the limits of a group in bytes; version 1 also has the smallest limit above the mounted group."""
+    """Return the limits of a group in bytes; version 1 also reports the smallest limit above the mounted group."""
     limits = [_number(group / name) for name in _LIMITS]
     limits.append(_number_after(group / "memory.stat", "hierarchical_memory_limit"))
     return [limit for limit in limits if limit is not None]
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is none, such as "max"."""
+    """Return the number in a file; None for other content, such as "max", and for a missing file."""
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 

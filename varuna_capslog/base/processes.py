@@ -1,4 +1,4 @@
-"""System functions for processes of one machine: death with the parent, process groups, states."""
+"""System functions for processes and threads of one machine: death with the parent, signals, process groups."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ _OBJECTS_BEFORE_COLLECTION = 100_000
 
 @contextlib.contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Let Python search for garbage in cycles rarely: imports, graphs of models and searches make many objects that
-    stay, and each search scans them again.
+    """Make Python's garbage collector run rarely: imports, graphs of models and planners make many objects that stay,
+    and each collection scans them again.
     """
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_BEFORE_COLLECTION, *before[1:])
@@ -75,17 +75,17 @@ def collecting_rarely() -> Iterator[None]:
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return a command that ends with the status of a module's `main()`. Unlike `python -m` it imports nothing from the
-    current folder, where a user may have a `queue.py` or a `torch.py`.
+    """Return a command that runs a module's `main()` and ends with its status. Unlike `python -m` it imports nothing
+    from the current folder, where a user may have a `queue.py` or a `torch.py`.
     """
-    root = str(Path(__file__).parents[2])  # may be a clone that is not installed, or installed from elsewhere
+    root = str(Path(__file__).parents[2])  # this package may be a clone that is not installed
     code = (
         f"import sys; root, path = {root!r}, [*filter(None, sys.path)]; "
         "place = next((number for number, folder in enumerate(path) if folder.endswith('-packages')), len(path)); "
         "sys.path[:] = path if root in path else [*path[:place], root, *path[place:]]; "
         f"from {module} import main; sys.exit(main())"
     )
-    # -P (Python 3.11) also for the processes that multiprocessing starts there
+    # -P (Python 3.11) has the same effect in the processes that multiprocessing starts
     return [sys.executable, "-Pc" if sys.version_info >= (3, 11) else "-c", code, *arguments]
 
 
@@ -111,9 +111,9 @@ def die_with_parent() -> Callable[[], None]:
 
 
 def killed_with(parent: int) -> Callable[[], None]:
-    """Return a function by which a child of `parent` asks to be killed when `parent` ends; no effect outside Linux.
-    SIGKILL, since a worker stuck in a collective must not survive. Linux also counts the death of the thread that
-    starts the child.
+    """Return a function with which a child of `parent` asks to be killed when `parent` ends; no effect outside Linux.
+    The signal is SIGKILL, since a worker stuck in a collective must not survive. Linux also kills the child when the
+    thread that started it ends.
     """
     # Loaded here: between fork and exec a child should do as little as it can.
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
@@ -121,16 +121,16 @@ def killed_with(parent: int) -> Callable[[], None]:
     def prepare() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != parent:  # it died before prctl could take effect
+            if os.getppid() != parent:  # the parent ended before prctl took effect
                 os._exit(1)
 
     return prepare
 
 
 def outlives(numbers: Sequence[signal.Signals]) -> None:
-    """Make these signals do nothing to this process; programs that it starts still end by them. Uses a handler because
-    a started program inherits an ignored signal, and its parent would then wait for ever after `Popen.terminate` or in
-    `multiprocessing.Pool`.
+    """Make these signals do nothing to this process; programs that it starts still end by them. Installs an empty
+    handler instead of SIG_IGN, which programs inherit: `Popen.terminate` would not end them, and the parent would wait
+    for ever, as in `multiprocessing.Pool`.
     """
     for number in numbers:
         if not is_spared(number):
@@ -139,7 +139,7 @@ def outlives(numbers: Sequence[signal.Signals]) -> None:
 
 
 def ends_forks_as_usual() -> None:
-    """Make `JOB_SIGNALS` and SIGINT end this process's later forks, whatever they do to this process."""
+    """Make `JOB_SIGNALS` and SIGINT end this process's later forks, also where this process handles or ignores them."""
 
     def restore() -> None:
         for number in (*JOB_SIGNALS, signal.SIGINT):
@@ -157,7 +157,7 @@ def is_spared(number: signal.Signals) -> bool:
 @contextlib.contextmanager
 def heard_signals(numbers: Sequence[signal.Signals], hear: Callable[[int], object]) -> Iterator[None]:
     """Call `hear` with the number of each of these signals that arrives in the block; under nohup not with SIGHUP.
-    Outside the main thread Python cannot: there the caller keeps the signals.
+    Outside the main thread, where Python allows no handlers, the signals keep their effect.
     """
     numbers = [number for number in numbers if not is_spared(number)]
     try:
@@ -179,7 +179,7 @@ def free_port() -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """True where a process is stopped by a signal, as far as the system tells (Linux)."""
+    """True where a process is stopped by a signal or a debugger; always False outside Linux."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
@@ -187,17 +187,17 @@ def is_stopped(pid: int) -> bool:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to the group that `pid` leads, if it still exists. SIGINT goes to the leader alone: it asks for the
-    end of a step, for which the data set's processes may have to read.
+    """Send a signal to the group that `pid` leads, if it still exists. SIGINT goes to the leader alone: it asks for a
+    stop after the current step, which may still need the processes that read data.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.kill if number == signal.SIGINT else os.killpg)(pid, number)
 
 
 def reaped(pid: int) -> int | None:
-    """Return the exit code of a child that leads a group, as `subprocess` counts it; None while it runs. Kills its
-    group first: its children must not stay behind, and a reaped leader's number may be reused. Raises ChildProcessError
-    where it was reaped before.
+    """Return the exit code of a child that leads a group, as `subprocess` counts it; None while it runs. Kills the
+    group first: no process of it may stay, and a reaped leader's pid may be reused. Raises ChildProcessError where the
+    child was reaped before.
     """
     if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
@@ -212,18 +212,18 @@ def reaped(pid: int) -> int | None:
 
 
 def write_unless_there(path: Path, value: dict[str, Any]) -> None:
-    """Write facts about a worker, unless its own file is there, which has more of them."""
+    """Write facts about a worker, unless the worker has already written the file, with more facts."""
     temporary = path.with_suffix(".new")
-    temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link
+    temporary.unlink(missing_ok=True)  # in an untrusted folder it may be a link
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    with contextlib.suppress(FileExistsError):  # link() never replaces
+    with contextlib.suppress(FileExistsError):  # link() never replaces a file
         os.link(temporary, path)
     temporary.unlink()
 
 
-# -- The threads of this package: an unexpected error in a thread ends its owner with a sentence, never in silence.
+# -- The threads of this package: an unexpected error in a thread ends the thread's owner, with a sentence.
 #
-# A thread that dies unseen leaves others waiting for it for ever. So every thread is an `OwnedThread`;
+# Otherwise other threads could wait for ever for one that has ended. So every thread is an `OwnedThread`;
 # `tests/base/test_processes_threads.py` refuses any other kind.
 
 
@@ -239,7 +239,7 @@ def logged(error: CapslogError) -> None:
 
 
 class OwnedThread(threading.Thread):
-    """Daemon thread whose `target` is called with `arguments`; `ends` gets its error, as one sentence."""
+    """Daemon thread that calls `target` with `arguments`; `ends` is called with its error, as a CapslogError."""
 
     def __init__(self, name: str, target: Callable[..., object], ends: Ends, *arguments: object) -> None:
         super().__init__(target=target, name=name, args=arguments, daemon=True)

@@ -1,8 +1,8 @@
-"""Secret of a run, known to its processes alone: read from a file, which the host that begins the run makes, or a
-variable.
+"""Secret of a run, known only to its processes: read from an environment variable, or from a file that the run's first
+host makes.
 
-Keys derived from it protect all sockets of the run and what it writes into etcd. It never stands in a log, a config, a
-command line, an error or an order to another process.
+Keys derived from the secret protect all sockets of the run and its entries in etcd. The secret never appears in a log,
+a config, a command line, an error or an order to another process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from varuna_capslog.base.errors import CapslogError
 __all__ = ["FILE_VARIABLE", "VARIABLE", "Secret", "SecretMissing", "run_secret"]
 
 VARIABLE = "CAPSLOG_SECRET"
-"""Holds the secret itself."""
+"""Environment variable with the secret itself."""
 
 FILE_VARIABLE = "CAPSLOG_SECRET_FILE"
-"""Names the file; default: `secret` in the run's folder."""
+"""Environment variable with the path of the secret's file; default: `secret` in the run's folder."""
 
 _LEAST = 32
 _MOST = 4096
@@ -53,11 +53,11 @@ class Secret:
         return cls(secrets.token_hex(32))
 
     def key(self, purpose: str) -> bytes:
-        """Return 32 bytes for one purpose; keys of two purposes say nothing about each other or about the secret."""
+        """Return 32 bytes for one purpose; a key reveals neither the secret nor the keys of other purposes."""
         return hmac.digest(self._bytes, purpose.encode(), "sha256")
 
     def hand_over(self) -> bytes:
-        """Return the secret itself, for the standard input of a process of ours."""
+        """Return the secret itself, for the standard input of a process that this process starts."""
         return self._bytes
 
     def __repr__(self) -> str:
@@ -74,8 +74,8 @@ def run_secret(run_dir: Path | str, create: bool = False, environment: Mapping[s
         create: make the file where there is none; for the host that begins the run.
 
     Raises:
-        SecretMissing: there is no file, or it is being written.
-        CapslogError: others than its owner may read the file, or the secret is too short.
+        SecretMissing: the file does not exist or is empty (still being written).
+        CapslogError: other users may access the file, it cannot be read or made, or the secret has a wrong length.
     """
     if VARIABLE in environment:
         return Secret(environment[VARIABLE], f"the variable {VARIABLE}")
@@ -103,7 +103,7 @@ def _create(path: Path) -> None:
 
 def _read(path: Path) -> Secret:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is as good as no secret
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # no wait for a pipe: it reads as empty
         try:
             mode = stat.S_IMODE(os.fstat(file).st_mode)
             text = os.read(file, _MOST + 2).decode("utf-8", "replace")

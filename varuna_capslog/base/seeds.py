@@ -9,8 +9,8 @@ _BEGIN = 0x9E3779B97F4A7C15
 
 
 def mix(*numbers: int, after: int = _BEGIN) -> int:
-    """Return a well-spread 63-bit number from integers (splitmix64: each input is added, then scrambled). after:
-    `mixed` of numbers before these, which many may share: `mix(a, b) == mix(b, after=mixed(a))`.
+    """Return a well-spread 63-bit number from integers (splitmix64: each input is added, then scrambled). after: state
+    from `mixed` for the numbers before these, so that calls can share it: `mix(a, b) == mix(b, after=mixed(a))`.
     """
     return mixed(*numbers, after=after) >> 1
 

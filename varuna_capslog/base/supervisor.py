@@ -1,5 +1,5 @@
 """Starts the workers of a run on this machine, watches them, and ends all when one fails. No worker outlives the
-supervisor, however it ends; it never touches a tensor or a process group of torch.
+supervisor, however the supervisor ends. This module never touches a tensor or a process group of torch.
 """
 
 from __future__ import annotations
@@ -46,42 +46,42 @@ __all__ = [
 ]
 
 
-# -- Starts a supervisor's workers as forks of a process that is prepared.
+# -- Starts a supervisor's workers as forks of a process that has imported their modules.
 
 
 class Worker(Protocol):
-    """Process of one rank: the part of `subprocess.Popen` that the supervisor uses. When it has ended, its group is
-    killed: its children do not stay behind.
+    """Process of one rank: the part of `subprocess.Popen` that the supervisor uses. When the process has ended, its
+    process group is killed, so that none of its children stays.
 
     Attributes:
-        pid: also of its process group.
-        returncode: None while it runs; its exit status, or minus the number of the signal that ended it.
+        pid: also the number of its process group.
+        returncode: None while it runs, then its exit status, or minus the number of the signal that ended it.
     """
 
     pid: int
     returncode: int | None
 
     def poll(self) -> int | None:
-        """Return `returncode`, looked up now."""
+        """Update and return `returncode`."""
 
     def wait(self) -> int:
         """Wait for the end; return `returncode`."""
 
 
 Starter = Callable[[int, Mapping[str, str], Path], Worker]
-"""Starts the worker of a rank with this environment on top of the starter's own. Its output goes to the file, but for
-the standard output of rank 0, which is this process's own. Raises CapslogError where it cannot be started."""
+"""Starts the worker of a rank, with this environment added to the starter's own. The worker writes to the file, but
+rank 0 shares this process's standard output. Raises CapslogError where the worker cannot be started."""
 
 
 class Forks:
-    """Workers that a fork server (`server`) forks once it has imported their modules; the import begins at once. Use it
-    as a context: its end kills the remaining workers.
+    """Workers that a fork server (`server`) forks once it has imported their modules; the import begins at once. Use
+    this object as a context: leaving it kills the remaining workers.
 
     Args:
-        entry: "module:function", called with `arguments`; a worker ends with the status that it returns.
+        entry: "module:function", called with `arguments`; a worker ends with the returned status.
         arguments: any JSON value.
-        modules: imported ahead.
-        environment: of the fork server and all workers, on top of this process's own.
+        modules: imported before the first fork.
+        environment: variables of the fork server and all workers, added to this process's own.
     """
 
     def __init__(self, entry: str, arguments: Any, modules: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -98,7 +98,7 @@ class Forks:
         self.server.close()
 
     def __call__(self, rank: int, environment: Mapping[str, str], log: Path) -> Worker:
-        """Start a worker like `Starter`, once its modules are imported."""
+        """Start a worker as a `Starter` does, once its modules are imported."""
         name, worker = str(rank), _Forked(self._changed)
         self._workers[name] = worker
         log.write_bytes(b"")
@@ -147,16 +147,16 @@ class _Forked:
 
 
 POLL_SECONDS = 0.05
-SETTLE_SECONDS = 1.0  # a worker's neighbours often die before it does: wait for the cause to be written
-HANG_SECONDS = 5.0  # where all workers report a silent rank: wait also for the workers that only wait for it
+SETTLE_SECONDS = 1.0  # a failing worker's neighbors often end before it does: wait until it reports the cause
+HANG_SECONDS = 5.0  # where all reports name a silent rank: wait also for the reports of ranks that wait for it
 STOPPED_SECONDS = 10.0  # a worker may be stopped (SIGSTOP) for this long; the workers that wait for it give up later
 _TAIL_BYTES = 1 << 14
 EXIT_STATUS = {"user": 2, "disk": 2, "does_not_fit": 3, "step_refused": 4, "interrupted": 130}
 
 
 class WorkerFailed(CapslogError):
-    """A worker failed and all others were stopped. `exit_status` follows the kind of failure (1 where none fits).
-    everywhere: all workers report the same cause, so that naming one would mislead.
+    """A worker failed and all others were stopped. `exit_status` is that of `EXIT_STATUS` for the kind of failure, else
+    1. everywhere: all workers report the same cause, so that naming one worker would mislead.
     """
 
     def __init__(self, failure: Failure, log: Path, everywhere: bool = False) -> None:
@@ -167,7 +167,7 @@ class WorkerFailed(CapslogError):
 
 
 class Interrupted(CapslogError):
-    """The user (Ctrl-C, exit status 130) or the system (SIGTERM: 143, SIGHUP: 129) asked the run to end, and it did."""
+    """The run ended as the user (Ctrl-C, exit status 130) or the system (SIGTERM: 143, SIGHUP: 129) requested."""
 
     def __init__(self, message: str, exit_status: int = 130) -> None:
         super().__init__(message)
@@ -184,10 +184,10 @@ class Supervisor:
     Args:
         run_dir: made where it is missing.
         num_workers: the world size.
-        environment: variables for every worker on top of this process's own.
-        grace_seconds: time between asking a worker to end (SIGTERM) and killing it.
+        environment: variables for every worker, added to this process's own.
+        grace_seconds: time between SIGTERM and SIGKILL for a worker.
         say: prints one line for the user.
-        look: called again and again while they run; True: stop at the end of the step under way, as the caller asks.
+        look: called about every `POLL_SECONDS` while the workers run; True: stop at the end of the current step.
     """
 
     def __init__(
@@ -220,8 +220,8 @@ class Supervisor:
         """Start the workers and return when all have ended with status 0.
 
         Raises:
-            WorkerFailed: a worker failed; the others are stopped by then.
-            Interrupted: SIGINT, SIGTERM or SIGHUP came; the workers have ended.
+            WorkerFailed: a worker failed; the others have been stopped.
+            Interrupted: SIGINT, SIGTERM or SIGHUP arrived; the workers have ended.
             CapslogError: the folder cannot be written, or a worker cannot be started.
         """
         with new_run(self.run_dir), heard_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._hear):
@@ -232,8 +232,8 @@ class Supervisor:
                 self._kill()
 
     def _hear(self, number: int) -> None:
-        """Note a signal. A second SIGINT or SIGTERM kills the workers; SIGHUP never is the second: shell, system and
-        systemd may all send one when a terminal closes, beside a SIGTERM.
+        """Record a signal. A second SIGINT or SIGTERM kills the workers. SIGHUP never counts as the second signal: when
+        a terminal closes, shell, kernel and systemd may all send SIGHUP, besides a SIGTERM.
         """
         if self._signals == [signal.SIGHUP]:
             self._signals[0] = number
@@ -268,8 +268,7 @@ class Supervisor:
             stopping = called_off or num_signals > 0
             self._memory_kills.look(time.monotonic())
             self._collect()
-            # During a requested stop, a worker that ends by that same signal, because it had no handler yet, has not
-            # failed.
+            # During a requested stop, a worker without a handler yet is killed by SIGINT, which is no failure.
             if any(self._is_failure(rank, stopping) for rank in self._ended):
                 self._fail(stopping)
             if self._stopped_for_long():
@@ -288,12 +287,12 @@ class Supervisor:
         """Collect the workers' failure reports, end all workers and raise the root cause."""
         self._settle(SETTLE_SECONDS, self.num_workers)
         if all(is_consequence(failure) for failure in self._failures(stopping)):
-            # The cause is a rank that reports nothing. Other ranks may still wait for a rank that waits for it.
+            # The cause is a rank without a report. More ranks may report later: those that wait for it indirectly.
             self._settle(HANG_SECONDS, self.num_workers - 1)
         failures = self._failures(stopping)
         hanging, own_end = self._hanging(failures), set(self._ended)
         self._stop()
-        # A report that a worker wrote while it was being stopped counts as well.
+        # Reports that workers wrote while they were being stopped count as well.
         reported_ranks = {failure.rank for failure in failures}
         late = [self._reported(rank) for rank in range(self.num_workers) if rank not in reported_ranks | own_end]
         failures += [failure for failure in late if failure is not None]
@@ -310,7 +309,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _failures(self, stopping: bool) -> list[Failure]:
-        """Return the reported failures, and for workers without a report those that their end shows."""
+        """Return the reported failures, and for ended workers without a report the failures that their status shows."""
         reported = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
         reported_ranks, short = {failure.rank for failure in reported}, self._memory_kills.any_now()
         seen = [
@@ -321,7 +320,7 @@ class Supervisor:
         return reported + seen
 
     def _hanging(self, complaints: Sequence[Failure]) -> list[Failure]:
-        """Return the rank that all others wait for: it has not ended, and has reported nothing; [] if all ended."""
+        """Return the failure of the rank that all others wait for, which has not ended; [] if all ranks have ended."""
         silent = [rank for rank in range(self.num_workers) if rank not in self._ended]
         if not silent:
             return []
@@ -338,7 +337,7 @@ class Supervisor:
         return read_failure(self.folder / f"{rank}.error.json", rank, self._stage(rank))
 
     def _where(self, rank: int, others: Sequence[Failure]) -> dict[str, Any]:
-        """Return stage and step of a failure without a report: the step that other reports name, or the last."""
+        """Return stage and step of a failure without a report: the step of other reports, else the last finished."""
         step = next((failure.step for failure in others if failure.step is not None), None)
         after = last_step(self.run_dir) if step is None else None
         return {"stage": self._stage(rank), "step": step, "after_step": after}
@@ -371,9 +370,9 @@ class Supervisor:
                 signal_group(worker.pid, number)
 
     def _stop(self) -> None:
-        """Send SIGTERM, and SIGKILL after the grace; a second Ctrl-C cuts the grace short."""
+        """Send SIGTERM, then SIGKILL after `grace_seconds`, or at once after a second Ctrl-C."""
         self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # a stopped worker hears nothing else
+        self._signal(signal.SIGCONT)  # a stopped worker handles SIGTERM only when it continues
         deadline = time.monotonic() + self.grace_seconds
         while len(self._ended) < self.num_workers and time.monotonic() < deadline and len(self._signals) < 2:
             self._collect()
@@ -392,8 +391,8 @@ class Supervisor:
 
 
 _reserved: ContextVar[frozenset[Path]] = ContextVar("reserved", default=frozenset())
-"""Folders that the caller of this code holds. Another run of this process, in a thread of its own, holds none of them:
-the context of a thread begins empty."""
+"""Folders that the calling code has reserved. They do not count for a run in another thread of this process, since a
+thread's context begins empty."""
 
 
 @contextlib.contextmanager
@@ -401,7 +400,7 @@ def reserve(run_dir: Path) -> Iterator[None]:
     """Lock a run's folder for this process until the block or the process ends, so that no second run writes there.
 
     `capslog train` holds the lock from before the plan is written until the last worker has ended; nested calls are
-    allowed. Raises CapslogError where another process holds it, or the folder cannot be written.
+    allowed. Raises CapslogError where another process holds the lock, or the folder cannot be written.
     """
     folder = (Path(run_dir) / "workers").absolute()
     if folder in _reserved.get():
@@ -420,7 +419,7 @@ def reserve(run_dir: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            _reserved.set(_reserved.get() - {folder})  # not a reset: the caller may end in another thread
+            _reserved.set(_reserved.get() - {folder})  # no `reset`: the block may end in another thread
 
 
 def check_unused(run_dir: Path) -> None:
@@ -438,7 +437,7 @@ def _in_use(run_dir: Path) -> CapslogError:
 
 @contextlib.contextmanager
 def usable(folder: Path) -> Iterator[None]:
-    """Raise CapslogError where the system refuses an operation of the block on a run's folder."""
+    """Raise CapslogError instead of an OSError of the block, which uses a run's folder."""
     try:
         yield
     except OSError as error:

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 __all__ = ["LastingStream", "Table", "lasting_output", "log_to", "printable"]
 
 
-# -- Standard output and errors to which writing never fails: a run is worth more than its lines.
+# -- Standard output and error streams whose writes never fail: lost output must not end a run.
 #
-# The command and its workers write through these from their beginning; output of data sets goes there, too.
+# The command and its workers install these streams at their start, so the output of data sets passes through them, too.
 
 
 _READER_GONE = (errno.EPIPE, errno.EIO)
-"""The errors of a pipe without a reader (head, less), and of a terminal that was closed."""
+"""Errors of a pipe whose reader (head, less) has ended, and of a closed terminal."""
 
 
 class LastingStream:
-    """Text stream that drops text without an error from the first failed write on.
+    """Text stream whose writes raise no OSError: after the first failed write it drops all text.
 
     Args:
-        stream: the stream below, which has all other attributes.
-        lost: called with a sentence about the first error, unless the reader has merely gone away.
+        stream: the wrapped stream, which provides all other attributes.
+        lost: called with a sentence about the first error, except where only the reader has ended.
 
     `gone` is True after an error.
     """
@@ -67,7 +67,7 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def _give_up(self, error: OSError) -> None:
-        """Redirect the stream to the null device, for its buffered text and for programs started later."""
+        """Redirect the descriptor to the null device, so that buffered text and later child processes do not fail."""
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -80,7 +80,7 @@ class LastingStream:
 
 @contextlib.contextmanager
 def lasting_output(lost: Callable[[str], object] = lambda sentence: None) -> Iterator[None]:
-    """Make this process write to lasting streams in the block; `lost` is for standard output."""
+    """Replace standard output and error by `LastingStream` in the block; `lost` is called for standard output only."""
     before: Any = sys.stdout, sys.stderr  # None where the shell has closed them
     lasting: Any = before[0] and LastingStream(before[0], lost), before[1] and LastingStream(before[1])
     sys.stdout, sys.stderr = lasting
@@ -92,24 +92,24 @@ def lasting_output(lost: Callable[[str], object] = lambda sentence: None) -> Ite
         sys.stdout, sys.stderr = before
 
 
-# -- Text for people: tables, text that is safe for a terminal, and output that never ends a run.
+# -- Tables, and text that is safe for a terminal.
 #
-# Names come from files of strangers, and a terminal executes control characters: everything that a command or a
-# worker prints goes through `printable`, or is JSON, which has escapes of its own.
+# Names may come from untrusted files, and a terminal executes control characters. So all that a command or a worker
+# prints goes through `printable`, or is JSON, which escapes such characters itself.
 
 
 _UNPRINTABLE = re.compile(
-    # control characters (C0, DEL, C1), those that turn the direction of writing or end a line, invisible ones and
-    # halves of surrogate pairs, which no stream can encode
+    # control characters (C0, DEL, C1), characters that change the writing direction or end a line, invisible
+    # characters, and halves of surrogate pairs, which no stream can encode
     "[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\ud800-\\udfff]"
 )
 
 _COLUMNS = 160
-"""Of text, wide enough that no cell is folded."""
+"""Width for drawing a table as text, so that no cell is wrapped."""
 _PAGE = 80
-"""Columns that a line of words has at most, and that a table as text keeps to by cutting names."""
+"""Most columns of a note, and of a table as text, whose names are cut to keep this limit."""
 _SHORTEST = 8
-"""Characters that are left of a name at least."""
+"""Names are cut to no fewer characters."""
 
 
 def printable(text: str) -> str:
@@ -118,7 +118,7 @@ def printable(text: str) -> str:
 
 
 class _Formatter(logging.Formatter):
-    """A record as text that may go to a terminal; the lines of a traceback stay lines."""
+    """Formats a log record as text that is safe for a terminal, and keeps the line breaks of a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, super().format(record).split("\n")))
@@ -133,9 +133,9 @@ def log_to(stream: TextIO) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under headings, with a line below for each note. Columns are set to the right except those in
-    `left`; a column without any text is left out; headings that are all empty are not drawn, and cells of such a table
-    are folded. names: columns whose texts are cut in the middle where the table is wider than the terminal.
+    """Rows of text under headings, with a line below for each note. Columns are right-aligned except those in `left`. A
+    column without any text is omitted. If all headings are empty, none is drawn, and long cells are wrapped. names:
+    columns whose texts are cut in the middle where the table is wider than the terminal.
     """
 
     title: str
@@ -153,7 +153,7 @@ class Table:
         self._print_on(console, console.width)
 
     def text(self) -> str:
-        """Return the table as printed, without colours."""
+        """Return the table as printed, without colors."""
         from rich.console import Console
 
         written = io.StringIO()
@@ -185,7 +185,7 @@ class Table:
         from rich import table
         from rich.text import Text
 
-        # as Text, in which rich reads neither markup nor emoji: [/x] and :car: are names like others
+        # as rich's Text, which interprets neither markup nor emoji: [/x] and :car: are valid names
         drawn, title = table.Table(show_header=any(self.headings)), printable(self.title)
         columns = self._columns
         cells = [[printable(row[column]) for column in columns] for row in self.rows]
@@ -203,7 +203,7 @@ class Table:
         for row in cells:
             shown = (_cut(cell, longest) if place in named else cell for place, cell in enumerate(row))
             drawn.add_row(*map(Text, shown))
-        # above the table, whose own title would be folded to its width
+        # printed above the table, since rich would wrap a table's own title to the table's width
         width = min(console.width, other_width + sum(min(widths[place], longest) for place in named))
         middle = (width - len(title)) // 2
         if title:

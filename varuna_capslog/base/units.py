@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _LEAST_BARE = 1 << 20
-"""Bytes from which on a capacity or a rate may stand without its unit: below, a unit was forgotten."""
+"""Least bytes of a capacity or a rate without a unit: with a smaller number, the unit was forgotten."""
 
 _UNITS = {
     "": 1,
@@ -43,7 +43,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-
 
 
 def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
-    """Return the whole number of bytes that `value` stands for; `name` names it in errors.
+    """Return the whole number of bytes that `value` stands for; errors call the value `name`.
 
     A number without a unit is bytes; KiB to PiB are powers of 1024, kB to PB powers of 1000, in any letter case. A
     fraction of a byte is cut off. Raises CapslogError for anything else, for the ambiguous "16G", and for values that
@@ -76,14 +76,14 @@ def parse_memory(value: str | int | float, name: str) -> int:
 
 
 def with_unit(size: int | str | Sequence[int | str] | None) -> Any:
-    """Return bytes, of one device or of each, in a form that `parse_memory` reads back; text and None as they are."""
+    """Return a byte count, or a list of them, in a form that `parse_memory` reads back; text and None unchanged."""
     if isinstance(size, int):
         return f"{size}B" if 0 < size < _LEAST_BARE else size
     return size if size is None or isinstance(size, str) else [with_unit(part) for part in size]
 
 
 def parse_capacity(value: str | int | float, name: str = "capacity") -> int | list[int]:
-    """Return the bytes of every device (one size) or of each (`16GiB*3,24GiB`: three of 16 GiB and one of 24)."""
+    """Return one byte count for all devices, or a list (`16GiB*3,24GiB`: three devices of 16 GiB, one of 24 GiB)."""
     if isinstance(value, str) and ("," in value or "*" in value):
         parts = enumerate(_repeated(value, name))
         return [parse_memory(part, f"{name} of device {device}") for device, part in parts]
@@ -103,8 +103,8 @@ def _repeated(value: str, name: str) -> list[str]:
 
 def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
     """Return bytes per second from a `parse_bytes` size ("/s" optional), or bits as in 100Mbit or 1Gbps (powers of
-    1000). Raises CapslogError as `parse_bytes`, for 1Gb/s, which some read as bytes and some as bits, and for text of a
-    number below 1 MiB without a unit.
+    1000). Raises CapslogError like `parse_bytes`, also for the ambiguous 1Gb/s (bits or bytes), and for text without a
+    unit below 1 MiB.
     """
     text = str(value).strip()
     if match := _BITS_OR_BYTES.fullmatch(text):
@@ -120,7 +120,7 @@ def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
 
 
 def parse_seconds(value: str | int | float, name: str = "duration") -> float:
-    """Return seconds: a number with s (or nothing), ms, us, min or h behind it. Raises CapslogError for all else."""
+    """Return seconds from a number with the unit s (or none), ms, us, min or h. Raises CapslogError for other text."""
     match = _DURATION.fullmatch(str(value).strip())
     seconds = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan) if match else math.nan
     if not math.isfinite(seconds):
@@ -129,8 +129,8 @@ def parse_seconds(value: str | int | float, name: str = "duration") -> float:
 
 
 def parse_latency(value: str | int | float, name: str) -> float:
-    """Return the seconds of a message's latency, as `parse_seconds`. A whole number without a unit is a forgotten unit;
-    a float, as the files of a run have it, means seconds.
+    """Return the seconds of a message's latency, like `parse_seconds`, but refuse a whole number from 1 on without a
+    unit: the unit was forgotten. A float, as in a run's files, means seconds.
     """
     seconds = parse_seconds(value, name)
     if seconds >= 1 and str(value).strip().isdigit():
@@ -139,8 +139,8 @@ def parse_latency(value: str | int | float, name: str) -> float:
 
 
 def format_bytes(count: int) -> str:
-    """Return bytes as text in the largest binary unit that keeps them at 1 or above: 6646312345 -> 6.19 GiB. With at
-    most two decimals it is not meant to be parsed back; files hold whole bytes.
+    """Return bytes as text in the largest binary unit that keeps the number at 1 or above: 6646312345 -> 6.19 GiB. The
+    text is rounded to two decimals, so do not parse it back; files hold whole bytes.
     """
     size, unit = unit_of(count)
     digits = f"{abs(count) / size:.2f}".rstrip("0").rstrip(".")

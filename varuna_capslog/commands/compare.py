@@ -1,4 +1,4 @@
-"""`capslog compare`: every planner's answer for one model side by side."""
+"""`capslog compare`: the plans of several planners for one model, side by side."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compare(flags: CompareFlags) -> None:
 
     flags = settled(flags)
     (profile,) = read_profiles([flags.profile] if flags.profile else None, flags) or (None,)
-    # with planner budget, open keys of CONFIG stay open, as in `plan` with each of the planners
+    # planner budget leaves the open keys of CONFIG open, so that each planner sets them as in `capslog plan`
     config, costs, _ = costs_of(flags, question_of(flags, BUDGET, profile), profile, choose=False)
     problem = Problem.of_config(config, costs)
     rows = _rows(problem, flags.planners)
@@ -127,7 +127,7 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
         ]
 
     def _gap(row: Row) -> str:
-        """Return how far the step is above the bound of all plans, in percent."""
+        """Return the step's excess over the bound of all plans, in percent."""
         if row.step_seconds is None or not row.bound_seconds:
             return ""
         return "0 %" if row.proven else format_percent(row.step_seconds / row.bound_seconds - 1)

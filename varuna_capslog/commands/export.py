@@ -1,4 +1,4 @@
-"""`capslog export`: a plan in the form of another system."""
+"""`capslog export`: writes a plan or a run's weights in the form of another system."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def export(flags: ExportFlags) -> None:
 
 
 def _write_weights(run_dir: Path, path: Path, form: str, trust: bool) -> None:
-    """Write the weights of a run's best checkpoint. Raises CapslogError where `run_dir` has no such thing."""
+    """Write the weights of a run's best checkpoint. Raises CapslogError where `run_dir` is no run or has none."""
     from varuna_capslog.base import fields
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training.checkpoint import best_checkpoint
@@ -182,7 +182,7 @@ def _names(
 ) -> ModelNames | None:
     """Return the names of the layers: from the given model, from the profile, or from the run's own model.
 
-    A profile has no names of modules; for them the model is built, but not a run's own for comments alone.
+    A profile has no names of modules, so the model is made for them, but a run's own model never for comments alone.
     """
     from varuna_capslog.planning.export import names_in
 
@@ -202,7 +202,7 @@ def _names(
         check_run(config.run_dir, config, trust)
     workload = load_workload(config)
     names = names_of(workload.build_chain())
-    if not isinstance(workload, ModelWorkload):  # the inputs of others are known by their data alone
+    if not isinstance(workload, ModelWorkload):  # the inputs of other workloads depend on their data
         return names
     specs = workload.profile_inputs(config.train.microbatch_size).values()
     return dataclasses.replace(names, tokens=any(not spec.dtype.is_floating_point for spec in specs))

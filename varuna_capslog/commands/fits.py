@@ -1,4 +1,4 @@
-"""`capslog fits`: a verdict on a model and devices, and what else would fit."""
+"""`capslog fits`: a verdict on a model and devices, and other sizes and GPUs that would fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["fits"]
 
 _CARDS = 6
-"""Kinds of GPU that are named; of more the number is said."""
+"""Most kinds of GPU that are named; further kinds are only counted."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def fits(flags: FitsFlags) -> None:
 
 
 def _show_others(fit: Fit) -> None:
-    """Print what else fits, each line as soon as it is known."""
+    """Print other sizes and GPUs that fit, each line as soon as its search ends."""
     say(f"largest microbatch at this sequence: {fit.largest_batch.text()}")
     if fit.largest_sequence is not None:
         say(f"longest sequence at this batch: {fit.largest_sequence.text(' tokens')}")

@@ -1,7 +1,7 @@
 """`capslog front`: memory against step time of one pipeline, as table, picture and JSON.
 
-For cuts alone, memory is the peak of the largest stage, and the front is that of planner `throughput`. A planner that
-recomputes or offloads layers has a front of budgets: bytes per device, headroom included.
+For planners of cuts alone, memory is the peak of the largest stage, and planner `throughput` makes the front. For
+planners that recompute or offload layers, memory is a budget: bytes per device, headroom included.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _title(config: Config, profile: Profile, schedules: Sequence[str | None]) ->
 
 
 _Find = Callable[..., "Plan"]
-"""Maps a planner and a capacity, and fixed cuts where they are given, to the plan."""
+"""Function of planner, capacity and (optional) fixed cuts that returns the plan."""
 _Answer = tuple[dict[str, Any], Callable[[str], None], Callable[[Path, str], None]]
 """The front's JSON fields, a function that prints its table, and a function that draws it; both take a title."""
 
@@ -128,7 +128,7 @@ def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
     problem = Problem.of_config(config, profile)
     seconds = LayerSeconds.of_profile(profile, problem.link)
     front = pareto_front(costs, seconds, run, problem.width, problem.usable)
-    if capacity_limit is not None:  # the bytes of the ranks decide
+    if capacity_limit is not None:  # a point fits if the bytes of its ranks fit
         front = [point for point in front if find(planner, capacity_limit, list(point.cuts)).fits is not False]
     if not front:
         raise DoesNotFit("; ".join(find("exact", capacity_limit).notes))
@@ -188,7 +188,7 @@ def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
         )
 
     def within(limit: int | None) -> Plan:
-        plan = find(planner, NEVER - 1 if limit is None else limit)  # no capacity would be that of this machine
+        plan = find(planner, NEVER - 1 if limit is None else limit)  # None would mean this machine's memory
         if not plan.ranks or plan.ranks[0].bytes is None:
             raise CapslogError("; ".join(plan.notes) or "there is no front without the bytes of ranks")
         return plan

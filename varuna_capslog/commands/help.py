@@ -1,4 +1,4 @@
-"""The help of the commands: options in panels, three examples below each command, and one line per command."""
+"""The help of the commands: options in panels, examples below each command, and one line per command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "HelpCommand",
 ]
 
-# panels of options, in the order in which a command's help shows them; an option of no panel stands under "Options"
+# panels of options, in the order of a command's help; an option without a panel is under "Options"
 MODEL, DEVICES, BATCH, SEARCH = "Model", "Devices", "Batch", "Search"
 INFERENCE, TRACE, OUTPUT = "Inference, with --for inference", "Spot machines, with --trace", "Output"
 _PANELS = ("Arguments", MODEL, DEVICES, BATCH, SEARCH, INFERENCE, TRACE, OUTPUT, "Options")

@@ -29,23 +29,23 @@ KEYS = {
     "image-size": "profile.image_size",
     "sequence": "model.arguments.sequence",
 }
-"""The words for the size that grows, and the config's key of each."""
+"""Word for the size that grows -> its config key."""
 
 _MOST_MICROBATCHES = 1024
-"""Of a step; the end of the search for a minibatch, where memory grows with it."""
+"""Most microbatches of a step in the search for a minibatch, where memory grows with it."""
 _LARGEST_SIDE = 4096
-"""Pixels; the end of the search for an image."""
+"""Most pixels of a side in the search for an image size."""
 _FIRST = 15
-"""Number of the value that is tried first: 16 samples, images of 512 pixels, 1024 tokens."""
+"""Index of the value that is tried first: 16 samples, images of 512 pixels, 1024 tokens."""
 
 
 @dataclass(frozen=True)
 class _Search:
     """The candidate values of a search.
 
-    values: rising. changed: maps a value to the config's keys and values for it. end: text behind the answer on why
-    there is no larger value to try. every: whether every larger value fits where the last one does. opens: the size of
-    the model that changes, where it is one that a capture can leave open. power: bytes grow about as the value to it.
+    values: rising. changed: maps a value to the config's keys and values for it. end: clause of the answer on why there
+    is no larger value to try. every: True where every larger value fits if the last value does. opens: the model's size
+    that changes, if a capture can leave it open. power: bytes grow about as the value to this power.
     """
 
     values: Sequence[int]
@@ -57,7 +57,7 @@ class _Search:
 
     @property
     def first(self) -> int:
-        """The value that is tried first, large enough that what grows with it is most of the activations."""
+        """The value that is tried first: large enough that most bytes of activations grow with it."""
         return self.values[min(_FIRST, len(self.values) - 1)]
 
     def config(self, config: Config, value: int) -> Config:
@@ -77,7 +77,7 @@ def _with(section: Any, parts: Sequence[str], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A value that was tried, and the plan that was estimated for it."""
+    """A tried value, and the plan that was estimated for it."""
 
     shown: Any
     config: Config
@@ -156,7 +156,7 @@ def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Co
 
     Args:
         word: one of KEYS.
-        config: has everything but the value; its profile is an estimate.
+        config: all keys except the value; its profile is an estimate.
 
     Raises:
         DoesNotFit: not even the smallest value fits.
@@ -209,7 +209,7 @@ def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Co
 
 
 class _Trials(dict[int, _Trial]):
-    """The values that were tried, in this order. An ordinary model is captured once for all of them."""
+    """Tried values -> trials, in the order of the search. An ordinary model is captured once for all values."""
 
     def __init__(self, key: str, search: _Search, config: Config) -> None:
         from varuna_capslog.start.prepare import estimate_memo
@@ -220,7 +220,7 @@ class _Trials(dict[int, _Trial]):
         self._sized: SizedWorkload | None = None
 
     def first(self) -> dict[int, int]:
-        """Try the first value; return the bytes that it lacks, and those that the model lacks without activations."""
+        """Try the first value; return the lacking bytes for it, and for 0 those without activations."""
         value = self._search.first
         run = self._run(value)
         missing, static = run.least()
@@ -228,7 +228,7 @@ class _Trials(dict[int, _Trial]):
         return {0: static, value**self._search.power: lack}
 
     def lack(self, value: int) -> int:
-        """Try a value; return the bytes that it lacks; 0 or less: it fits."""
+        """Try a value; return the bytes that are lacking; 0 or less: the value fits."""
         return self._run(value).lack()
 
     def _run(self, value: int) -> PlannedRun:
@@ -241,7 +241,7 @@ class _Trials(dict[int, _Trial]):
         return run
 
     def _with_model(self, value: int) -> Config:
-        """Return the config with the value, and with the model whose captures are kept where there is one."""
+        """Return the config with the value and, for an ordinary model, with the model that keeps its captures."""
         from varuna_capslog.model.model_workload import ModelWorkload
         from varuna_capslog.model.sized import SizedWorkload
         from varuna_capslog.model.workload import load_workload
@@ -364,7 +364,7 @@ def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | No
 
 
 def _lack(plan: Plan) -> str:
-    """Return the notes of a plan that does not fit, to stand behind a colon."""
+    """Return the notes of a plan that does not fit, as a clause after a colon."""
     return "; ".join(note.removeprefix("nothing fits: ").removeprefix("does not fit: ") for note in plan.notes)
 
 

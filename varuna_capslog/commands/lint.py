@@ -1,4 +1,4 @@
-"""`capslog lint`: a layout of another system judged for a model, beside our own plan."""
+"""`capslog lint`: judges another system's layout for a model, beside our own plan."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def lint(flags: LintFlags) -> None:
 
 
 def _pasted(words: list[str]) -> tuple[str, list[str]]:
-    """Return the layout at the begin of a command line, with the options of another system that give it, and the rest.
+    """Return the layout at the beginning of a command line (text, or options of another system), and the other words.
 
     Raises CapslogError for other options that `lint` does not have.
     """
@@ -147,8 +147,8 @@ def _pasted(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _of_one_run(config: Config, chunks: int, keys: dict[str, Any]) -> Config:
-    """Return the config under which both plans run. Where its keys leave it open, the schedule is 1f1b, or interleaved
-    for several stages on a rank, and all activations are kept.
+    """Return the config for both plans. Where `keys` leave them open, the schedule is 1f1b, or interleaved for several
+    stages on a rank, and all activations are kept.
     """
     changes: dict[str, Any] = {"stages_per_rank": chunks}
     if "pipeline.schedule" not in keys:
@@ -159,7 +159,7 @@ def _of_one_run(config: Config, chunks: int, keys: dict[str, Any]) -> Config:
 
 
 def _published(config: Config, profile: Profile, memo: Memo | None, cuts: list[int]) -> Plan:
-    """Return the judged plan of the first layers of a layout's stages; a stage without layers begins with the next."""
+    """Return the judged plan of a layout's cuts; a stage without layers has the cut of the next stage."""
     from varuna_capslog.start.prepare import plan_run
 
     ranks = config.pipeline.devices
@@ -174,7 +174,7 @@ def _published(config: Config, profile: Profile, memo: Memo | None, cuts: list[i
 
 
 def _rank_steps(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
-    """Return the step of each rank, with the peak by which the plan was judged."""
+    """Return the simulated step of each rank, with the peak from the plan's verdict where it has one."""
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import simulate_plan
     from varuna_capslog.schedules import RunShape
@@ -187,7 +187,7 @@ def _rank_steps(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
 
 
 def _print(layout: Layout, theirs: Plan, ours: Plan, steps: Sequence[Sequence[RankStep]], notes: Sequence[str]) -> None:
-    """Print a row per rank. steps: of each rank of the two plans."""
+    """Print a row per rank. steps: for each of the two plans, a step per rank."""
     from varuna_capslog.base.units import unit_of
     from varuna_capslog.reports.markup import plural
 
@@ -215,7 +215,7 @@ def _cells(plan: Plan, step: RankStep, unit: int) -> list[str]:
 
 
 def _fit(plan: Plan) -> str:
-    """Say whether a plan fits, and how much the worst rank lacks."""
+    """Return a clause: the plan fits or not, and how much the worst rank lacks."""
     from varuna_capslog.base.units import format_bytes
 
     lack = plan.shortfall
@@ -243,7 +243,7 @@ def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float | None) -> lis
 
 
 def _prediction_notes(layout: Layout, num_predictions: int) -> list[str]:
-    """Say where layout and model have not the same layers for multi-token prediction."""
+    """Return notes where layout and model have different layers for multi-token prediction."""
     from varuna_capslog.reports.markup import plural
 
     count = plural(max(len(layout.prediction_stages), num_predictions), "layer") + " for multi-token prediction"

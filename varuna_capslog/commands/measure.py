@@ -1,4 +1,4 @@
-"""Commands that measure: `capslog profile` the layers of a model, `capslog variants` the ways to compute each."""
+"""Commands that measure: `capslog profile` a model's layers, `capslog variants` the kernel choices of each layer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _learned(settings: Config, profile: Profile) -> list[str]:
-    """Correct the seconds of later estimates by a measured profile; return a sentence on the correction."""
+    """Store a measured profile to correct the seconds of later estimates; return a sentence on the correction."""
     if profile.source != "measured":
         return []
     from varuna_capslog.profiling.calibration import learn
@@ -126,7 +126,7 @@ def _config(flags: ProfileFlags) -> Config:
     return config_of_model(flags, {"pipeline.devices": 1} | keys_of(flags.overrides))
 
 
-# -- `capslog variants`: which way to compute each layer is fastest on this machine.
+# -- `capslog variants`: the fastest kernel choices on this machine.
 
 
 @dataclass(frozen=True)

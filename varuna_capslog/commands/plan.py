@@ -1,4 +1,4 @@
-"""`capslog plan`: where to cut, for a config, an ordinary module, or a profile that was taken before."""
+"""`capslog plan`: where to cut, for a config, an ordinary module, or an existing profile."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ __all__ = ["plan", "print_treatments"]
 
 
 def print_treatments(plan: Plan, run: RunShape, profile: Profile | None = None, link: Link | None = None) -> None:
-    """Print a row per stage unless all keep everything. With a profile that has seconds, also print how much longer the
-    step and each stage take than if they kept everything; with one that has the bytes of actions, the bytes that travel
-    to the host tier and back.
+    """Print a row per stage, unless all stages keep everything. If the profile has seconds, also print how much longer
+    the step and each stage take than if they kept everything; if it has the bytes of actions, the bytes that travel to
+    the host tier and back.
 
-    run: of the whole plan; decides for stages whose memory the plan leaves open. link: between ranks and to the host
+    run: of the whole plan; used for stages whose memory the plan leaves open. link: between ranks and to the host
     tier.
     """
     from varuna_capslog.planning.simulation import against_keeping, treatments
@@ -113,17 +113,17 @@ def draw_plan(path: Path, plan: Plan, profile: Profile, run: RunShape, link: Lin
     return step.notes
 
 
-# -- `capslog plan --for inference`: where to cut a model that is served, and the options that do not go with it.
+# -- `capslog plan --for inference`: where to cut a model that is served. Refuses options of training.
 
 
 _KEYS = ("pipeline.devices", "pipeline.capacity", "profile.device", "train.microbatch_size")
-"""Keys that decide a plan for inference."""
+"""Keys that a plan for inference may set."""
 _SERVING = {"inference": "exact", "prefill": "throughput", "decode": "throughput"}
-"""Purposes of serving -> their planner: the smallest peak, or the quickest slowest stage (prefill, next token)."""
+"""Purpose of serving -> planner: for the smallest peak, or for the fastest slowest stage (prefill, next token)."""
 
 
 def check_purpose(flags: PlanFlags) -> bool:
-    """Return whether the plan is for inference. Raises CapslogError: another purpose; flags of the other one."""
+    """Return True for a plan for inference. Raises CapslogError: an unknown purpose, or flags of another purpose."""
     from varuna_capslog.base import fields
 
     fields.refuse_unknown([flags.purpose], ("training", *_SERVING), "purpose of --for")
@@ -152,7 +152,7 @@ def check_purpose(flags: PlanFlags) -> bool:
 
 
 def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
-    """Return the plan with its config and profile; a line on standard error lists its assumptions."""
+    """Return the plan with its config and profile, and print its assumptions on standard error."""
     from varuna_capslog.base import units
     from varuna_capslog.config.reading import section
     from varuna_capslog.model.inference_model import InferenceModel
@@ -274,7 +274,7 @@ def plan(flags: PlanFlags) -> None:
 
 
 def _fastest(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
-    """Return the plan for the only profile, or the fastest that fits of several, with its config and profile."""
+    """Return the plan for the profile, or for several profiles the fastest that fits, with its config and profile."""
     if flags.numerics is not None:
         fields.choice(flags.numerics, "--numerics", ("same", "close", "loose"))
         if flags.profile:
@@ -285,9 +285,9 @@ def _fastest(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
 
 
 def _planned(flags: PlanFlags, profile: Profile | None, several: bool) -> tuple[Plan, Config, Profile]:
-    """Return the plan for the profile, or for that of the config or model, with its config and profile.
+    """Return the plan for the profile (None: made for the config or model), with its config and profile.
 
-    several: the profile is one of several, each for another size of microbatches, and the same samples of a step.
+    several: True for one of several profiles, each for another microbatch size and the same samples of a step.
     """
     from varuna_capslog.config import defaults
     from varuna_capslog.planners import JOINT

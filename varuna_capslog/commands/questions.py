@@ -1,5 +1,5 @@
-"""Inputs of `plan`, `front`, `largest` and `compare`: options and KEY=VALUE, with a CONFIG, a model or a profile alone,
-become one config. The config and its profile determine the plan.
+"""Turns the inputs of `plan`, `front`, `largest`, `compare` and `lint` into one config: options and KEY=VALUE, with a
+CONFIG, a model or only a profile. The config and its profile determine the plan.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 
 _STEPS = 3
-"""Of a measured run, with its warm-up."""
+"""Steps of a measured run, warm-up included."""
 
 
 ModelFunction = Annotated[
@@ -108,7 +108,7 @@ ModelCutPoints = Annotated[
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """The model, and how its costs are found."""
+    """The model, and how its costs are estimated or measured."""
 
     config: shared.OptionalConfigFile = None
     overrides: shared.Overrides = None
@@ -145,8 +145,8 @@ Flags = TypeVar("Flags", bound=ModelFlags)
 
 
 def settled(flags: Flags) -> Flags:
-    """Return the flags with --hf replaced by the --model that builds it, and with a first word KEY=VALUE not taken for
-    a CONFIG. Raises CapslogError: --model or a CONFIG is given beside --hf, or both of them.
+    """Return the flags with a --model that makes the model of --hf, and with a first word KEY=VALUE among the overrides
+    instead of in CONFIG. Raises CapslogError: more than one of CONFIG, --model and --hf is given.
     """
     config, overrides = shared.words_of(flags.config, flags.overrides)
     flags = replace(flags, config=config, overrides=overrides)
@@ -184,8 +184,8 @@ def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: i
     """Return the config that follows from the flags.
 
     Args:
-        settings: keys of the config and their values, `pipeline.devices` among them; the flags count before them.
-        minibatch: samples of a step; None: as `start/ordinary.ordinary_config`.
+        settings: keys of the config and their values, `pipeline.devices` among them; flags take precedence.
+        minibatch: samples of a step; None: as in `start/ordinary.ordinary_config`.
 
     Raises:
         CapslogError: a flag that cannot be read, or a value that `ModelSection` refuses.
@@ -216,7 +216,7 @@ def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: i
 
 @contextmanager
 def announced(config: Config | None) -> Iterator[None]:
-    """Print a line on standard error: before the block, how long measuring a profile will take, or after it, the
+    """Print a line on standard error: before the block, how long measuring a profile will take, or after the block, the
     assumptions of an estimate. None prints nothing.
     """
     if config is not None and config.profile.source == "measured":
@@ -265,18 +265,18 @@ def _announce_runs(config: Config) -> None:
 
     device = config.profile.device or "cpu"
     if device not in ("cpu", "cuda") or accelerator.why_unusable(device) is not None:
-        return  # no estimate says how long it takes, or nothing will be measured
+        return  # no estimate can say how long it takes, or nothing will be measured
 
     from varuna_capslog.profiling.estimate import estimate_config
     from varuna_capslog.profiling.trim import MICROBATCHES
 
     began = time.perf_counter()
-    torch.set_num_threads(config.train.threads)  # as a worker has, for the speed of this machine
+    torch.set_num_threads(config.train.threads)  # like a worker, so that the speeds are equal
     quick = config.model_copy(update={"profile": config.profile.model_copy(update={"source": "estimated"})})
     rows = estimate_config(quick).observations
     busy = sum(2 * (row.forward_seconds or 0.0) + (row.backward_seconds or 0.0) for row in rows)
     workers = min(config.world_size, os.cpu_count() or 1)
-    # to build and capture the model takes this process, and then its workers together, about as long as the estimate
+    # 2: this process, and then its workers together, make and capture the model in about the time of the estimate
     seconds = 2 * (time.perf_counter() - began) + busy * MICROBATCHES * _STEPS / workers
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     shared.say(
@@ -300,7 +300,7 @@ Profiles = Annotated[
 ]
 
 _OF_A_MODEL = ("workload", "model", "data", "profile", "variants", "splits", "numerics", "device")
-"""Sections and keys that a profile alone has decided, or has no model for."""
+"""Sections and keys that are refused with only a profile, which has fixed them, or has no model for them."""
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def read_profiles(paths: list[Path] | None, flags: ModelFlags) -> list[Profile]:
 
 
 def named_devices(flags: QuestionFlags) -> NamedDevices | None:
-    """Return the devices of --devices. Raises CapslogError where an option that follows from their kinds is given."""
+    """Return the devices of --devices. Raises CapslogError for an option whose value follows from their kinds."""
     if flags.devices is None:
         return None
     devices, keys = parse_devices(flags.devices, "--devices"), keys_of(flags.overrides)
@@ -389,11 +389,11 @@ def question_of(flags: QuestionFlags, planner: str | None, profile: Profile | No
     """Return the config to plan for.
 
     Args:
-        profile: the costs, where they are known; without a CONFIG or model the config is made from it alone.
-        more: further keys of the section `train`, or `numerics`, of the command itself; None: not given.
+        profile: the costs, if known; without a CONFIG or a model, the config is made from the profile alone.
+        more: further keys of the command itself, in the section `train` or `numerics`; None: not given.
 
     Raises:
-        CapslogError: options or keys that do not go together; no number of devices.
+        CapslogError: options or keys that contradict each other; no number of devices.
     """
     devices, keys = named_devices(flags), keys_of(flags.overrides)
     changes = {} if devices is None else {f"pipeline.{key}": value for key, value in devices.pipeline_keys.items()}
@@ -429,7 +429,7 @@ def question_of(flags: QuestionFlags, planner: str | None, profile: Profile | No
 def config_of_keys(profile: Profile, keys: Mapping[str, Any]) -> Config:
     """Return the config of a profile alone; keys: of the config, `pipeline.devices` among them.
 
-    Raises CapslogError for those that the profile has decided already, and as `start/ordinary.config_of_profile`.
+    Raises CapslogError for the keys in `_OF_A_MODEL`, and like `start/ordinary.config_of_profile`.
     """
     from varuna_capslog.start.ordinary import config_of_profile
 
@@ -444,10 +444,10 @@ def config_of_keys(profile: Profile, keys: Mapping[str, Any]) -> Config:
 def costs_of(
     flags: QuestionFlags, config: Config, profile: Profile | None, choose: bool = True
 ) -> tuple[Config, Profile, Memo | None]:
-    """Return the config with the defaults that follow from the profile, the profile (made now where none is given), and
-    the memo of an estimate.
+    """Return the config with the defaults that follow from the profile, the profile (made here if None), and the memo
+    of an estimate.
 
-    choose: whether a planner may choose variants of layers, which the config then names.
+    choose: True lets a planner choose variants of layers, which the config then names.
     """
     from varuna_capslog.model.names import PREDICTION
     from varuna_capslog.planning.registry import planner_named
@@ -475,7 +475,7 @@ def costs_of(
 
 
 def _cards(divisors: Divisors, stages: int, profile: Profile) -> str:
-    """Say how many cards a plan needs, and how evenly rows reach the experts. profile: before it is divided."""
+    """Return a sentence on the cards that a plan needs, and the rows that experts get. profile: before its division."""
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.profiles.divided import worst_routing
     from varuna_capslog.reports.markup import duration

@@ -37,7 +37,7 @@ def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust
 
 
 def _scores_table(title: str, scores: Mapping[str, Any]) -> Table:
-    """Return a table of the single scores, without those of each class. A score of None has no value on the data."""
+    """Return a table of the scores, without those per class. A score of None is undefined on the data."""
     from varuna_capslog.base.tables import Table
 
     single = {name: value for name, value in scores.items() if not isinstance(value, (dict, list))}
@@ -54,7 +54,7 @@ def _score(value: Any) -> str:
 
 
 def _ranks_of(settings: Config) -> int | None:
-    """Return the ranks of the run's newest plan, if any: an elastic run may end with others than it began with."""
+    """Return the number of ranks of the run's newest plan, if any: an elastic run may end with another number."""
     from varuna_capslog.plans.plan import latest_plan
 
     newest = latest_plan(settings.run_dir)
@@ -97,7 +97,7 @@ def report(
     somebody else started is made of its data alone.
     """
     run_dir, *others = run_dirs
-    settings = shared.run_config(run_dir)  # says so in one sentence where this is no run
+    settings = shared.run_config(run_dir)  # raises CapslogError where this is no run
     if others:
         _compare(run_dirs, as_json)
         return

@@ -20,7 +20,7 @@ __all__ = ["elastic_settings", "refuse_chaos", "script"]
 
 
 def refuse_chaos(wish: Any) -> None:
-    """Raise CapslogError with the place of the fault injection, unless `wish` is None: no faults are wanted."""
+    """Raise CapslogError with the new command for fault injection, unless `wish` is None: the option is not given."""
     if wish is not None:
         raise CapslogError(
             "`capslog chaos` and `capslog script --chaos` are now `launch/chaos.sh [CONFIG]` and `launch/chaos.sh "
@@ -93,7 +93,7 @@ def script(options: ScriptOptions) -> None:
 
 
 def elastic_settings(pairs: list[str]) -> Elastic:
-    """The section `elastic` of a config, with the keys of `KEY=VALUE` pairs."""
+    """Return the section `elastic` of a config, with the keys of `KEY=VALUE` pairs."""
     from varuna_capslog.config.reading import assignments, section
     from varuna_capslog.config.settings import Elastic
 

@@ -1,4 +1,4 @@
-"""Commands before a run: `capslog init` copies the package's configs, `capslog check` finds what would stop a run."""
+"""Commands before a run: `capslog init` copies the package's configs, `capslog check` finds faults of a run."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def _refuse(differing: list[Path], force: bool) -> None:
 
 
 def _source() -> Path:
-    """Inside an installed package, beside the package in a clone."""
+    """Return the folder of the files to copy: inside an installed package, beside the package in a clone."""
     package = Path(__file__).resolve().parents[1]
     return next(place for place in (package / "shipped", package.parent) if (place / _FOLDERS[0]).is_dir())
 
 
-# -- `capslog check`: finds what would stop a run or spoil its training, before it begins.
+# -- `capslog check`: finds faults that would stop a run or spoil its training, before it begins.
 
 
 _BEFORE = {"fact": "", "note": "note: ", "stops": "stops the run: ", "does_not_fit": "does not fit: "}

@@ -1,4 +1,4 @@
-"""Shared by several sub-commands: arguments, values made of them, and tables."""
+"""Arguments and options of several sub-commands, the values made of them, and the printing of tables."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ __all__ = [
 Options = TypeVar("Options")
 
 _MOST_SAID = 4000
-"""Characters of a line; the middle of a longer one is left out."""
+"""Most characters of a line; the middle of a longer line is left out."""
 
 SEARCHED = ("pipeline.cuts=null", "pipeline.plan=null")
-"""Overrides of a command that searches: cuts, or a plan, that the config fixes are set aside."""
+"""Overrides of a command that searches for a plan: it ignores the cuts or the plan of the config."""
 
 
 def option(text: str, shown: bool | str = True, *names: str, panel: str | None = None, **rules: Any) -> Any:
     """Return an option with help `text` and `shown` as its default in the help.
 
-    names: where not the field's. panel: of the help, a name of `commands.help`.
+    names: names of the option; default: the field's. panel: section of the help, a constant of `commands.help`.
     """
     return typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel, **rules)
 
@@ -107,7 +107,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done 
 
 
 def output_option(text: str, shown: bool | str = False) -> Any:
-    """The option -o."""
+    """Return the option -o."""
     return option(text, shown, "-o", "--output", panel=OUTPUT)
 
 
@@ -131,11 +131,11 @@ def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], 
 
 
 def load(path: Path, overrides: Sequence[str] | None, *more: str, trust: bool = False) -> Config:
-    """Load the config of CONFIG and overrides; the decisions of its `pipeline.plan` are printed on standard error.
+    """Load the config of CONFIG and overrides, and print the decisions of its `pipeline.plan` on standard error.
 
-    more: overrides of the command itself, which come last.
+    more: overrides of the command itself, applied last.
 
-    Raises CapslogError as `start/named_code.check_config`.
+    Raises CapslogError like `start/named_code.check_config`.
     """
     from varuna_capslog.start.choices import load_run_config
     from varuna_capslog.start.named_code import check_config
@@ -159,7 +159,7 @@ def run_config(run_dir: Path) -> Config:
 
 
 def trusted_config(run_dir: Path, trust: bool) -> Config:
-    """Load like `run_config`, for commands that run the code that the config names. Raises CapslogError as
+    """Load like `run_config`, for commands that run the code that the config names. Raises CapslogError like
     `start/named_code.check_run`.
     """
     from varuna_capslog.start.named_code import check_run
@@ -170,7 +170,7 @@ def trusted_config(run_dir: Path, trust: bool) -> Config:
 
 
 def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:
-    """Return the profile in a file, or else that of the config, made now; `show` draws a progress bar."""
+    """Return the profile in a file; without a file, make the config's profile. `show` draws a progress bar."""
     if path is not None:
         from varuna_capslog.profiles.record import read_profile
 
@@ -182,7 +182,7 @@ def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:
 
 
 def words_of(config: Path | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """Return CONFIG and the KEY=VALUE words of a command; without CONFIG the first word is a KEY=VALUE, too."""
+    """Return CONFIG and the KEY=VALUE words of a command; the first word may be a KEY=VALUE instead of CONFIG."""
     words = [*([] if config is None else [str(config)]), *(overrides or ())]
     named = bool(words) and ("=" not in words[0] or Path(words[0]).is_file())
     return (Path(words[0]), words[1:]) if named else (None, words)
@@ -208,7 +208,7 @@ def tell(line: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Prints one JSON document."""
+    """Print one JSON document."""
     typer.echo(json.dumps(value, indent=1, allow_nan=False))
 
 
@@ -219,14 +219,14 @@ def print_table(
     left: Collection[int] = (),
     notes: Iterable[str] = (),
 ) -> None:
-    """Prints a table, set to the right but for the columns in `left`, and a line below it for each note."""
+    """Print a table, right-aligned except the columns in `left`, and a line below it for each note."""
     from varuna_capslog.base.tables import Table
 
     Table(title, headings, list(rows), left, list(notes)).print()
 
 
 def print_plan(plan: Plan, profile: Profile | None = None, memory: bool = True) -> None:
-    """Prints the table of a plan's stages; see `reports.tables.plan_table`."""
+    """Print the table of a plan's stages; see `reports.tables.plan_table`."""
     from varuna_capslog.reports.tables import plan_table
 
     plan_table(plan, profile, memory).print()

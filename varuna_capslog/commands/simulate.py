@@ -143,7 +143,7 @@ def simulate(flags: SimulateFlags) -> None:
             _write_replay(flags.output, replayed, _replay_title(flags, replayed, costs, run))
         _print_replay(replayed, flags.trace, flags.output, flags.as_json)
         return
-    pipelines = max(len(played.paths()), config.pipeline.replicas)  # a plan of the short form is of one of them
+    pipelines = max(len(played.paths()), config.pipeline.replicas)  # a plan in short form describes one pipeline
     count = config.num_microbatches // pipelines if "train.minibatch_size" in keys else None
     step = simulate_plan(
         costs,
@@ -186,12 +186,12 @@ def _config(flags: SimulateFlags) -> Config | None:
     """Return the config of CONFIG; None without one."""
     if flags.config is None:
         return None
-    aside = () if flags.plan is None else ("pipeline.plan=null",)  # --plan is played in its place
+    aside = () if flags.plan is None else ("pipeline.plan=null",)  # --plan is simulated in its place
     return shared.load(flags.config, flags.overrides, *aside, trust=flags.trust)
 
 
 def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
-    """Return the plan of the file, or the one that the config's planner finds, even if it does not fit."""
+    """Return the plan of the file, or else that of the config's planner, even if it does not fit."""
     if plan is not None:
         from varuna_capslog.plans.plan import read_plan
 
@@ -228,9 +228,9 @@ def _print(step: Simulation, plan: Plan) -> None:
 def _replay_trace(
     flags: SimulateFlags, trace: Path, profile: Profile, config: Config, run: RunShape, link: Link
 ) -> Replay:
-    """Read the trace and replay it with a step that is run like `run`.
+    """Read the trace and replay it with steps of the run shape `run`.
 
-    flags: those of --trace; a value of None is taken from the config, or is the command's default.
+    flags: the options of --trace; a value of None is replaced by the config's, or by the command's default.
     """
     from varuna_capslog.base import units
     from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, JOINT
@@ -293,7 +293,7 @@ def _write_replay(folder: Path, replayed: Replay, title: str) -> None:
 
 
 def _print_replay(replayed: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
-    """Print the result as a table or JSON; output: the folder that it was written to, if any."""
+    """Print the result as a table or JSON; output: the folder with the written files, if any."""
     if as_json:
         shared.print_json(replayed.to_json())
         return

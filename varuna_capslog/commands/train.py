@@ -131,10 +131,10 @@ def _show_plan(plan: Plan, profile: Profile | None) -> None:
 
 
 def _spread(flags: HostFlags) -> tuple[Config, int]:
-    """Return the config for all machines that begin, and the number of workers of this one."""
+    """Return the config for all machines that begin, and the number of workers of this machine."""
     overrides, nnodes, nproc = [*(flags.overrides or ()), "elastic.enabled=true"], flags.nnodes, flags.nproc
     if flags.store is not None and nproc is not None:
-        overrides.append("pipeline.plan=null")  # a machine may join with any number; the one that serves has the plan
+        overrides.append("pipeline.plan=null")  # a machine may join with any number; the serving machine has the plan
     if flags.store is not None:
         overrides.append("variants={}")  # the variants that passed their check are in the folder of the run
     settings = shared.load(flags.config, overrides, trust=flags.trust)
@@ -148,7 +148,7 @@ def _spread(flags: HostFlags) -> tuple[Config, int]:
 
 
 def _of_workers(settings: Config, workers: int, flags: str, path: Path, overrides: Sequence[str] | None) -> Config:
-    """Return the config with `pipeline.devices` for this total number of workers, which these flags ask for."""
+    """Return the config with `pipeline.devices` for this total number of workers; flags: the options that set it."""
     pipeline = settings.pipeline
     if workers == settings.world_size:
         return settings
@@ -170,7 +170,7 @@ def _of_workers(settings: Config, workers: int, flags: str, path: Path, override
 
 
 def check_address(address: str) -> None:
-    """Raises CapslogError unless it is HOST:PORT, or that of a store in etcd."""
+    """Raise CapslogError unless the address is HOST:PORT, or that of a store in etcd."""
     from varuna_capslog.elastic.network import SCHEME, parse_address
 
     if address.startswith(SCHEME):

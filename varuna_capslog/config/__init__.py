@@ -1,3 +1,3 @@
-"""Keys of a run (`settings`), and reading them from YAML and the command line (`reading`). Nothing here imports torch
+"""Keys of a run (`settings`), and reading them from YAML and the command line (`reading`). No module here imports torch
 or opens a data set.
 """

@@ -1,4 +1,4 @@
-"""Defaults of keys, also for plans without a config, which importing `settings` would slow down."""
+"""Default values of config keys, without the import of `settings`, which would slow down plans without a config."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = [
 
 
 PLANNER: Final = "default"
-"""`pipeline.planner`: FASTEST for every run that it can plan, else SMALLEST."""
+"""Default of `pipeline.planner`: FASTEST for every run that it can plan, else SMALLEST."""
 FASTEST: Final = "budget"
 """The planner of the shortest step that fits."""
 ALL: Final = "auto"
-"""Another word for FASTEST."""
+"""Value of `pipeline.planner` that means FASTEST, too."""
 SMALLEST: Final = "exact"
 """The planner of the smallest peak, which needs no seconds."""
 MEMORY: Final = "auto"
-"""`pipeline.memory`."""
+"""Default of `pipeline.memory`."""
 SCHEDULE: Final = "auto"
-"""`pipeline.schedule`."""
+"""Default of `pipeline.schedule`."""
 MICROBATCHES_PER_DEVICE: Final = 4
-"""Microbatches of a step for each device of a pipeline, where no config says how many samples a step has."""
+"""Microbatches of a step per device of a pipeline, where no config sets the samples of a step."""
 STAGES_PER_RANK: Final = 2
-"""`pipeline.stages_per_rank` under schedule interleaved."""
+"""Default of `pipeline.stages_per_rank` with schedule interleaved."""
 
 BF16_WEIGHTS: Final = "bf16-weights"
 """`train.precision` of a training whose weights, gradients and optimizer states are all bfloat16."""
@@ -49,17 +49,17 @@ _PRECISIONS: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", 
 
 
 def precision_named(name: Any) -> Any:
-    """Return the value of `train.precision` that a short or long name means; any other name as it is."""
+    """Return the value of `train.precision` that a short or long name means; any other name unchanged."""
     return _PRECISIONS.get(name, name) if isinstance(name, str) else name
 
 
 OWN_TRAIN: Final = {"optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.0}
-"""`train` of a run on the user's model and data set: no clipping. The defaults in `config/settings.py` are DETR's."""
+"""`train` defaults for the user's model and data set (no clipping). Those in `config/settings.py` are DETR's."""
 OWN_MINIBATCH: Final = 32
-"""`train.minibatch_size` of own data, or all samples where there are fewer."""
+"""Default of `train.minibatch_size` for own data; less where there are fewer samples."""
 OWN_MICROBATCH: Final = 8
-"""`train.microbatch_size` of own data, or the largest size below that divides the minibatch and fills from the
-validation data."""
+"""Default of `train.microbatch_size` for own data; less where it would not divide the minibatch, or where there are
+fewer validation samples."""
 
 
 # -- Defaults of a run on own data, filled into a config's values before they are validated.
@@ -71,12 +71,12 @@ _SIZES = ("minibatch_size", "microbatch_size")
 def fill_own_train(
     values: dict[str, Any], samples: Callable[[str], int | None], kept: Mapping[str, Any] | None
 ) -> str | None:
-    """Set the keys that the `train` section of a config of own data leaves out. Returns one line, the optimizer and the
-    sizes and which of them were not given; None where all were.
+    """Set the keys that the `train` section of a config for own data leaves out. Returns one line with optimizer and
+    sizes, which marks the values that were not given; None where all were given.
 
     Args:
-        samples: counts those of "dataset" or "val", None without such data; called only for sizes that are not given.
-        kept: the `train` section of the run that goes on, whose values are kept; None where a run begins.
+        samples: number of samples of "dataset" or "val", None without such data; called only for sizes not given.
+        kept: the `train` section of the run that continues, whose values are kept; None for a new run.
     """
     train, names = values.get("train"), (*OWN_TRAIN, *_SIZES)
     train = {} if train is None else train

@@ -1,6 +1,6 @@
-"""Divisors of a pipeline stage in a run of another system, and the rules between the keys that divide a stage.
+"""Degrees of parallelism by which another system divides a pipeline stage (divisors), and rules for keys that divide.
 
-A function of these rules raises ValueError with the keys, their values and what to change.
+The `check_` functions raise ValueError with the keys, their values and what to change.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MOST_CARDS = 1 << 20
 
 @dataclass(frozen=True)
 class Divisors:
-    """Divisors of one pipeline stage, which is tensor x context x data cards; the engine of capslog runs none of them.
+    """Degrees of parallelism in one pipeline stage of tensor x context x data cards. Our engine runs none of them.
 
     tensor: cards that share matrices and, by sequence parallelism, the activations between them.
     context: cards that share a sequence: its activations and its attention.
-    expert: cards that share the experts of a layer; adds no cards, so that it divides tensor x context x data. Experts
+    expert: cards that share the experts of a layer; adds no cards, so `expert` divides tensor x context x data. Experts
         are not divided by `tensor`.
-    data: cards that take samples of their own.
+    data: cards that take different samples.
     zero: what replicas share: 0 nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights. Replicas are
         data x context cards, those of an expert tensor x context x data / expert.
 
@@ -55,8 +55,8 @@ class Divisors:
 
     @classmethod
     def of(cls, value: Any) -> Divisors | None:
-        """Return the divisors that a text such as `tensor=4,expert=8,data=2` or an object says; None where each is 1.
-        Raises CapslogError for unknown names and other numbers.
+        """Return the divisors of a text such as `tensor=4,expert=8,data=2` or of an object; None where none divides.
+        Raises CapslogError for unknown names and invalid numbers.
         """
         if isinstance(value, str):
             value = _numbers_in(value)
@@ -69,7 +69,7 @@ class Divisors:
 
     @classmethod
     def plain(cls, value: Any) -> dict[str, int] | None:
-        """Return all divisors by name, for a file; arguments and errors as of `of`."""
+        """Return all divisors by name, for a file; arguments and errors like those of `of`."""
         divisors = cls.of(value)
         return None if divisors is None else dict(vars(divisors))
 
@@ -83,9 +83,9 @@ class Divisors:
         return self.cards // self.expert if kind == "expert" else self.data * self.context
 
     def shards(self, kind: str, level: int = 4) -> int:
-        """Return by how much the bytes of parameters of a kind are divided on each card.
+        """Return the number by which the bytes of a kind's parameters are divided on each card.
 
-        level: of `zero` from which replicas share these bytes: 1 states, 2 gradients, 3 weights; 4: they never do.
+        level: least `zero` with which replicas share these bytes: 1 states, 2 gradients, 3 weights; 4: never.
         """
         split = {"matrix": self.tensor, "expert": self.expert, "other": 1}[kind]
         return split * self.replicas(kind) if self.zero >= level else split
@@ -109,7 +109,7 @@ def _numbers_in(text: str) -> dict[str, int]:
 
 
 def check_stages(stages_per_rank: int | list[int] | str | None, cuts: list[int] | None, devices: int) -> None:
-    """Refuse a list of stages per rank of another length, and cuts of another number of stages."""
+    """Refuse a list of stages per rank without one entry per device, and cuts that contradict the stages per rank."""
     if isinstance(stages_per_rank, list):
         if len(stages_per_rank) != devices:
             raise ValueError(
@@ -137,7 +137,7 @@ def check_stages(stages_per_rank: int | list[int] | str | None, cuts: list[int] 
 def check_pipeline(
     divisors: Divisors | None, devices: int, node_devices: int | None, replicas: int, has_node_bandwidth: bool
 ) -> None:
-    """Refuse nodes of another number of devices or cards, and replicas of our engine beside `pipeline.parallel`."""
+    """Refuse nodes that do not divide devices or cards, replicas beside `parallel`, a node bandwidth without it."""
     cards = devices * (1 if divisors is None else divisors.cards)
     if node_devices is not None and cards % node_devices:
         devices_named = f"pipeline.devices={devices}" if divisors is None else f"the {cards} cards of all stages"
@@ -158,7 +158,7 @@ def check_pipeline(
 
 
 def check_samples(divisors: Divisors | None, minibatch_size: int, microbatch_size: int) -> None:
-    """Refuse a step that is no whole number of microbatches on each of the cards with samples."""
+    """Refuse a step that is no whole number of microbatches on each card of the divisor `data`."""
     if divisors is not None and minibatch_size % (microbatch_size * divisors.data):
         raise ValueError(
             f"train.minibatch_size={minibatch_size} is no multiple of microbatches of {microbatch_size} on each of "

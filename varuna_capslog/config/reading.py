@@ -1,5 +1,5 @@
-"""A run's YAML file and its `key=value` overrides, read into one validated `Config`. For a misspelt key another is
-suggested but never used. Nothing here imports torch or opens a data set.
+"""Reads a run's YAML file and its `key=value` overrides into one validated `Config`. The error for a misspelled key
+only suggests a known key. This module imports no torch and opens no data set.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MOST_BYTES = 1 << 18
 _MOST_NODES = 20_000
 """Most keys and values of a config, with aliases expanded: 403 bytes of aliases of aliases took 3 GiB."""
 _MOST_PARTS = 20
-"""Most parts of an override's key; the longest of a config have six."""
+"""Most parts of an override's key; the longest keys of a config have six."""
 _ALIKE, _ALMOST = 0.6, 0.9
-"""Least likeness of two names, difflib's ratio: of a suggestion for a misspelt key, and of one beside a key that has
-exactly that name in another section."""
+"""Least similarity (difflib's ratio) of a suggested key: for a misspelled key, and for a key that exists with exactly
+that name in another section."""
 _SECTION_KEYS = {
     "pipeline": "devices=4",
     "train": "max_steps=10",
@@ -43,7 +43,7 @@ _SECTION_KEYS = {
     "model": "factory=package.module:function",
     "data": "root=FOLDER",
 }
-"""An example of a key for each section that somebody may give a bare value."""
+"""An example key for each section, shown in the error for a section with a bare value."""
 _KINDS: dict[str, type[yaml.Node]] = dict.fromkeys(("str", "int", "float", "bool", "null", "merge"), yaml.ScalarNode)
 _KINDS |= {"seq": yaml.SequenceNode, "map": yaml.MappingNode}
 _PREFIX = "tag:yaml.org,2002:"
@@ -54,8 +54,8 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 class _Loader(yaml.SafeLoader):
     """YAML loader for which 1e-4 is a number, dates and 12:30 are text, and a repeated key is an error.
 
-    It knows lists, keys, text, numbers, true, false and null, and refuses every other tag, more nodes than
-    `_MOST_NODES` and deeper nodes than `files.MOST_LEVELS`, with aliases expanded.
+    The loader accepts lists, keys, text, numbers, true, false and null. It refuses every other tag and, with aliases
+    expanded, more nodes than `_MOST_NODES` and more levels than `files.MOST_LEVELS`.
     """
 
     def __init__(self, stream: str, depth: int = 0) -> None:
@@ -159,7 +159,7 @@ def load_config(
 ) -> Config:
     """Load the validated config of a YAML file with `a.b=value` overrides (values are YAML: `null` and `[1, 2]` work).
 
-    Without a `run_dir` the run goes to `runs/<name of the file>`. fill: sets defaults in the values that were read.
+    The default `run_dir` is `runs/<name of the file>`. fill: sets defaults in the values that were read.
 
     Raises:
         ConfigError: unreadable file, broken YAML, unknown key (with the nearest known key), wrong value, keys that
@@ -186,7 +186,7 @@ def dump_config(config: Config) -> str:
 
 
 def section(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
-    """Validate a part of a config with the config's error messages; a workload does so for its `model` and `data`.
+    """Validate a part of a config, with the config's errors; workloads call this for their sections `model` and `data`.
 
     Args:
         model: the section's class, best derived from `Section`.
@@ -217,8 +217,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
-    """Return the values of texts `NAME=VALUE`, each as YAML reads it. Raises ConfigError, which begins with `option`,
-    for a text that is not of the form or names no Python variable.
+    """Return the values of texts `NAME=VALUE`, each parsed as YAML. Raises ConfigError, which begins with `option`, for
+    a text of another form, or whose name is no Python identifier.
     """
     assigned: dict[str, Any] = {}
     for text in texts:
@@ -232,7 +232,7 @@ def assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
 def _parsed(text: str, where: str, advice: str, depth: int = 0) -> Any:
     """Return the value of a YAML text at this depth of a config, aliases copied. ConfigErrors begin with `where`."""
     try:
-        # aliases of a node share one object: an override of the one key would change the other
+        # a copy, since YAML aliases share one object: an override of one key would change the other
         return json.loads(json.dumps(_Loader(text, depth).get_single_data()))
     except yaml.YAMLError as error:
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
@@ -243,7 +243,7 @@ def _parsed(text: str, where: str, advice: str, depth: int = 0) -> Any:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """Return key and value of a text `a.b=value`, the value as YAML reads it. Raises ConfigError for other texts."""
+    """Return key and value of a text `a.b=value`, the value parsed as YAML. Raises ConfigError for other texts."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts) or len(parts) > _MOST_PARTS or _NO_TEXT.search(key):
@@ -271,7 +271,7 @@ def assign(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
 
 
 def _origin(message: str, path: Path, overrides: Sequence[str]) -> str:
-    """Return the override that set the key with which a message begins, or else the file."""
+    """Return the override that set the key at the beginning of a message, else the file."""
     key = message.split(" ", 1)[0].partition("=")[0].rstrip(":")
     for override in reversed(overrides):
         name = override.partition("=")[0].strip()
@@ -281,7 +281,7 @@ def _origin(message: str, path: Path, overrides: Sequence[str]) -> str:
 
 
 def _explain(model: type[BaseModel], error: ValidationError, where: str) -> str:
-    """Return a sentence on the first problem; misspelt keys come first, since they cause others (a missing key)."""
+    """Return a sentence on the first problem; misspelled keys come first, since they cause others (a missing key)."""
     problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     if first["type"] == "extra_forbidden":
@@ -342,7 +342,7 @@ def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
         if inner is None:
             break
         parent = inner
-    # A right name in the wrong section is as common as a misspelt one, and may be both: pipeline.device.
+    # A right name in the wrong section is as common as a misspelled name, and a key may be both: pipeline.device.
     everywhere = dict(_all_keys(model, ()))
     same_section = {key: (*parents, key) for key in parent.model_fields}
     near = _nearest(name, same_section, _ALMOST if name in everywhere else _ALIKE)

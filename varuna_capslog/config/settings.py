@@ -1,5 +1,5 @@
-"""Keys of a run's config: their types, their meaning, and the rules between them. `reading` words their errors. Nothing
-here imports torch or opens a file.
+"""Keys of a run's config: their types, their meaning, and the rules between them. `reading` writes the error messages.
+This module imports no torch and opens no file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Section(BaseModel):
     )
 
 
-# -- The keys of a config's `train` section: how long, in which portions, and how the parameters are stepped.
+# -- The keys of a config's `train` section: length of the training, batch sizes, and optimizer.
 
 
 class ParameterGroup(Section):
@@ -396,7 +396,7 @@ def _latency(value: Any, info: ValidationInfo) -> float:
 
 
 def _device(value: Any) -> Any:
-    """A type of device, or cuda:KIND; null stays null."""
+    """Return the checked device type, or cuda:KIND; null stays null."""
     return parse_device(value) if isinstance(value, str) else value
 
 
@@ -695,7 +695,7 @@ class Config(Section):
             parallel.check_shared_states(self.pipeline.plan, replicas, self.elastic.enabled, self.engine)
         blocks = self.train.accumulation_blocks
         if blocks is None and self.pipeline.plan is not None:
-            return self  # they are the plan's
+            return self  # the plan decides the blocks
         if blocks is None:
             if microbatches % replicas:
                 raise ValueError(
@@ -766,7 +766,7 @@ class Config(Section):
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one optimizer step, over all replicas; those of one sample's cards with pipeline.parallel."""
+        """Microbatches of one optimizer step, over all replicas; with pipeline.parallel, per card of its `data`."""
         divisors = self.pipeline.divisors
         return self.train.minibatch_size // (self.train.microbatch_size * (divisors.data if divisors else 1))
 
@@ -782,7 +782,7 @@ class Config(Section):
 
     @property
     def source(self) -> str | None:
-        """File from which this config was read, for error messages; None when it was built in code."""
+        """File from which this config was read, for error messages; None for a config made in code."""
         return self._source
 
     @property

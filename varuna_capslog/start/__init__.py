@@ -1,6 +1,6 @@
-"""From a config to a profile, a plan, a run folder and running workers. Only this room names both engines (ours and
-Varuna's). Each is loaded when used: Varuna's needs an installed Varuna, and both need torch, which planning does
-without.
+"""Turns a config into a profile, a plan, a run folder and running workers. Only this room names both engines, ours and
+Varuna's. An engine is imported when it is used: Varuna's needs an installed Varuna, and both need torch, which planning
+does not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A caller's functions for `capslog.train`: called in the caller's process with what its run has written.
+"""Calls the caller's functions of `capslog.train`, in the caller's process, with the entries of the run's files.
 
-They read the run's files while the workers train, so they may be any function, and a slow one delays no step.
+The files are read while the workers train, so any function is allowed, and a slow function delays no step.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Stop(enum.Enum):
 
 
 STOP = Stop.STOP
-"""What a callback returns to end its run."""
+"""Value that a callback returns to end its run."""
 
 Callback = Callable[[dict[str, Any]], Stop | None]
 
 
 class Callbacks:
-    """Callbacks of one run; as a context around it. Entries of earlier runs of the folder are passed over.
+    """Callbacks of one run, used as a context around the run. Entries of earlier runs in the folder are skipped.
 
-    Leaving the context calls them for the last entries, and raises what one of them has raised.
+    Leaving the context calls the callbacks for the last entries, and raises an error of a callback.
     """
 
     def __init__(self, run_dir: Path, functions: Mapping[str, Callback | None]) -> None:
-        """functions: `on_step`, `on_evaluation`, `on_checkpoint`. Raises CapslogError for one that cannot be called."""
+        """functions: `on_step`, `on_evaluation`, `on_checkpoint`. Raises CapslogError if one is not callable."""
         self._run_dir, self._functions = run_dir, {name: call for name, call in functions.items() if call is not None}
         for name, call in self._functions.items():
             if not callable(call):
@@ -64,7 +64,7 @@ class Callbacks:
             raise self._error
 
     def look(self) -> bool:
-        """Call the functions for what is new; True once one of them has asked for the end of the run, or failed."""
+        """Call the functions for new entries; return True once a function has returned `STOP` or has failed."""
         if not self._functions:
             return False
         with _interruptible(self._functions.clear):
@@ -91,13 +91,13 @@ class Callbacks:
         before, self._checkpoints = self._checkpoints, dict(self._written())
         for folder, written in sorted(self._checkpoints.items()):
             if before.get(folder) != written:
-                with contextlib.suppress(CapslogError):  # it was pruned since
+                with contextlib.suppress(CapslogError):  # pruned in the meantime
                     manifest = files.read_json(folder / "manifest.json")
                     entries = {key: manifest.get(key) for key in ("step", "generation", "time")}
                     yield {**entries, "path": str(folder)}
 
     def _written(self) -> Iterator[tuple[Path, int]]:
-        """Yield the folder of each checkpoint, and when it was written."""
+        """Yield (folder, time of writing in ns) of each checkpoint."""
         for manifest in (self._run_dir / "checkpoints").glob("step-*/manifest.json"):
             with contextlib.suppress(OSError):
                 yield manifest.parent, manifest.stat().st_mtime_ns
@@ -111,7 +111,7 @@ def _note(error: BaseException, line: str) -> None:
 
 @contextlib.contextmanager
 def _interruptible(forget: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C break off the functions of the caller, `forget` those that wait, and then stop the run as ever."""
+    """Let Ctrl-C interrupt the caller's function; then call `forget`, and the former handler, which stops the run."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:  # outside the main thread, where no signal is heard

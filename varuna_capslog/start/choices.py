@@ -1,5 +1,5 @@
-"""Config of a run: its file, the defaults of own data, and the choices of its plan file or of a planner. Workers read
-the config.yaml of the run's folder, which holds all of them already.
+"""Makes the config of a run from a config file, the defaults for own data, and the choices of a plan file or a planner.
+Workers read the result, config.yaml in the run's folder.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ __all__ = [
 ]
 
 OWN_DATA = "varuna_capslog.own_data:workload"
-"""The workload of a model and a data set of the user's."""
+"""The workload for the user's own model and data set."""
 
 
 def load_run_config(
     path: Path | str, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
 ) -> Config:
-    """Return the config of a YAML file with `a.b=value` overrides, decided by its `pipeline.plan`, with its checked
-    variants. Raises as `load_config` (ConfigError), `with_given_plan` and `with_checked_variants`.
+    """Return the config of a YAML file with `a.b=value` overrides, with the values of its plan file (`pipeline.plan`),
+    and without variants that fail their check. Raises like `load_config`, `with_given_plan`, `with_checked_variants`.
     """
     config = load_config(path, overrides, lambda values: fill_defaults(values, say))
     return with_checked_variants(with_given_plan(config, say), say)
 
 
 def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
-    """Set the open values of a run on own data (`config/defaults.fill_own_train`), and report it to `say` in one line.
-    A run that goes on from a checkpoint keeps the values of its config.yaml. Raises CapslogError where the data set of
-    `data.dataset` or `data.val` cannot be opened.
+    """Set the `train` keys that a config for own data leaves out (`config/defaults.fill_own_train`), and report them to
+    `say` in one line. A run that continues from a checkpoint keeps the values of its config.yaml. Raises CapslogError
+    where the data set of `data.dataset` or `data.val` cannot be opened.
     """
     if values.get("workload") != OWN_DATA:
         return
@@ -87,16 +87,16 @@ def _samples(values: Mapping[str, Any], split: str) -> int | None:
 
 
 def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
-    """Return the config with all that its `pipeline.plan` decides; the same config where it names no plan.
+    """Return the config with the values of its `pipeline.plan`; the same config where it names no plan.
 
-    The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`, and `say` is told so
-    in one line. Its grains join `profile.grains`. Its capacities are those of its devices, also for later plans: they
-    count where the config has no `pipeline.capacity`. `train.accumulation_blocks: null` becomes the plan's number, or 1
-    where that is open, too. The plan's variants become the config's.
+    The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`; `say` gets one line
+    about the changes. The plan's grains are added to `profile.grains`. If the config has no `pipeline.capacity` and the
+    plan has one for every rank, these become it, also for later plans. `train.accumulation_blocks: null` becomes the
+    plan's number, or 1 if the plan leaves it open. The plan's variants become the config's.
 
     Raises:
-        CapslogError: the file is no plan, the config's sizes or blocks differ from the plan's, or the plan gives only
-            some capacities to an elastic run.
+        CapslogError: the file is no plan, the config's sizes or blocks differ from the plan's, or the run is elastic
+            and the plan has capacities for some ranks only.
     """
     path = config.pipeline.plan
     if path is None:
@@ -165,8 +165,8 @@ def given_plan(config: Config) -> Plan | None:
     return dataclasses.replace(plan, ranks=ranks)
 
 
-# -- Variants that planner `budget` chooses where a config leaves them open and allows results to differ. The returned
-# config names them, as if its user had, so profile, plan, workers and later plans of an elastic run all use them.
+# -- Variants that planner `budget` chooses if a config names none and allows results to differ. The returned config
+# names them as if the user had, so that profile, plan, workers and later plans of an elastic run all use them.
 
 
 def say_what_is_not_estimated(config: Config, say: Callable[[str], object]) -> None:
@@ -185,7 +185,7 @@ def _not_estimated(names: Iterable[str]) -> str:
 
 
 def may_choose(config: Config) -> bool:
-    """True where the config leaves variants to a planner: it allows some, names none, and its planner is budget."""
+    """True where the config leaves variants to planner budget: it allows some, and names no variant, cuts or plan."""
     pipeline = config.pipeline
     chooses = pipeline.planner == BUDGET and pipeline.cuts is None and pipeline.plan is None
     return chooses and not config.variants and config.numerics != "same"
@@ -195,11 +195,11 @@ def with_chosen_variants(
     config: Config, profile: Profile, memo: Memo | None, say: Callable[[str], object] = print
 ) -> Config:
     """Return the config with the variants of the fastest plan that fits; the same config where `may_choose` is False. A
-    variant that fails its check (`profiling/variant_check`) is left out, and the search goes on without it.
+    variant that fails its check (`profiling/variant_check`) is left out, and the search continues without it.
 
     Args:
         profile: of the config; a measured one has rows of variants.
-        memo: of the estimate that the profile is; None: it is measured.
+        memo: cache of the estimated profile; None: the profile is measured.
         say: called with a sentence on the choice and its reason, or on why there is none.
     """
     if not may_choose(config):
@@ -234,7 +234,7 @@ def with_chosen_variants(
 
 
 def _estimated(config: Config, profile: Profile, memo: Memo, say: Callable[[str], object]) -> Profile:
-    """Return the profile with rows of variants; without any where factories make the layers."""
+    """Return the profile with rows of variants; the same profile where factories make the layers."""
     from varuna_capslog.profiling.estimate import StageEstimator
     from varuna_capslog.profiling.variant_check import allowed_variants, with_variant_rows
 
@@ -304,11 +304,11 @@ def _gain(choice: VariantChoice) -> str:
     return f"the step takes {plan.step_seconds:.4g} s instead of {plain.step_seconds:.4g} s"
 
 
-# -- The variants of a config, checked once where a run starts, so that all its ranks compute the layers alike; and
-#    the variants that a plan names.
+# -- Checks the variants of a config once, where a run starts, so that all its ranks compute the layers alike; and
+#    exchanges variants between config and plan.
 #
-# `load_run_config` and `api.training` call this. The workers read the config.yaml of the run's folder, which holds the
-# variants that have passed.
+# `load_run_config` and `api.training` call `with_checked_variants`. The workers read config.yaml in the run's folder,
+# which holds the variants that have passed.
 
 
 def with_checked_variants(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
@@ -340,8 +340,8 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
 
 
 def naming_variants(config: Config, plan: Plan) -> Plan:
-    """Return the plan with its layers' variants, where the config names layers by number, as a planner's choice does;
-    the same plan where the config has patterns, or decides the variants of the run's later plans.
+    """Return the plan with the config's variants, if the config names layers by number, as after a planner's choice;
+    the same plan if it is short, the config has patterns, or the run is elastic, whose config is for all plans.
     """
     numbers = [key.removeprefix("#") for key in config.variants]
     if plan.short or config.elastic.enabled or not all(number.isdigit() for number in numbers):

@@ -27,7 +27,7 @@ from varuna_capslog.profiling.variant_check import check_variants, plain_chain
 __all__ = ["Collaged", "MeasuredChoice", "collage", "second_level"]
 
 LEAST_GAIN = 0.02
-"""Least gain of a choice over the layers as configured, measured on the whole model, to be worth other results."""
+"""Least gain in seconds of the whole model, over the configured layers, for which other results are accepted."""
 
 Choice = Mapping[int, str]
 
@@ -49,7 +49,7 @@ class MeasuredChoice:
     measured_seconds: tuple[float, ...]
 
     def ratio(self, plain: MeasuredChoice) -> float:
-        """Return the median over rounds of its seconds divided by those of the layers as configured."""
+        """Return this choice's seconds divided by those of the layers as configured: the median over rounds."""
         pairs = zip(self.measured_seconds, plain.measured_seconds, strict=True)
         return statistics.median(seconds / plain_seconds for seconds, plain_seconds in pairs)
 
@@ -63,7 +63,7 @@ class Collaged:
 
     @property
     def best(self) -> MeasuredChoice:
-        """Fastest candidate, measured whole; as configured where none gains 2 %."""
+        """Fastest candidate on the whole model; the configured layers where no candidate gains `LEAST_GAIN`."""
         plain = self.candidates[0]
         fastest = min(self.candidates, key=lambda choice: choice.ratio(plain))
         return fastest if fastest.ratio(plain) <= 1 - LEAST_GAIN else plain
@@ -75,13 +75,13 @@ def collage(
     """Measure the layers in every allowed variant, and place the variants.
 
     Args:
-        config: without `variants`; `numerics` says which are allowed.
-        rounds: whole runs of each candidate, interleaved.
-        generations, seed: of level 2; 0 generations leave it out.
+        config: without `variants`; `numerics` says which variants are allowed.
+        rounds: runs of the whole model for each candidate, interleaved.
+        generations, seed: of the search of level 2, which is skipped with 0 generations.
         say: called with a sentence on each variant that fails its check and is left out.
 
     Raises:
-        CapslogError: the config allows none or names some, or factories make its model's layers.
+        CapslogError: the config allows no variants or names some, or factories make its model's layers.
     """
     if config.variants or config.numerics == "same":
         raise CapslogError(
@@ -146,11 +146,11 @@ def second_level(
     seed: int,
     generations: int,
 ) -> Choice:
-    """Choose which of the layers `parts` get variant `name`. All of them are open, since level 1 may have given it to
-    every layer that gains alone.
+    """Choose which of the layers `parts` get variant `name`. The search may change each of them, since level 1 gives
+    the variant to every layer that gains alone.
 
-    ratios: measures choices on the whole model. first, without: the choice of level 1, and its choice without this
-    variant, which the other layers keep.
+    ratios: measures choices on the whole model. first: the choice of level 1. without: the choice of level 1 without
+    this variant, which other layers keep.
     """
 
     def choice(bits: Bits) -> Choice:
@@ -167,8 +167,8 @@ def second_level(
 
 
 class _Log:
-    """Ratios of whole-model seconds to those of level 1 in the same launch, since a machine is not always as fast. They
-    are kept between calls, so that no choice is measured twice.
+    """Ratios of whole-model seconds to those of level 1 in the same launch, since a machine's speed varies. The ratios
+    are kept in a file, so that no choice is measured twice.
 
     first: the choice of level 1. digest: of the profile.
     """

@@ -1,8 +1,8 @@
 """A machine's part of an elastic run, from a prepared folder to its end: `capslog train` with `elastic.enabled`,
 `capslog host`, and `capslog script`.
 
-The machine that serves the store finds where the run goes on (a checkpoint, or the state that members wrote when they
-stopped) and writes that into the store; the others wait for it. Then a `Host` starts and watches the workers.
+The machine that serves the store writes into it the boundary from which the run continues: that of a checkpoint, or of
+the state that stopped members wrote. Other machines wait for this entry. Then a `Host` starts and watches the workers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "wait_for_store",
 ]
 
-# -- Modules that are imported ahead for workers, in this order. Nothing is imported here.
+# -- Names of modules that a fork server imports for workers, in this order.
 
 
 SCRIPT_MODULES = (
@@ -56,13 +56,13 @@ SCRIPT_MODULES = (
     "torch._dynamo",  # the first optimizer imports it, in one to two seconds
     "torch._subclasses.fake_tensor",
 )
-"""Modules of a script's run."""
+"""Modules for the workers of a script's run."""
 
 
 def _may_need_compiler(config: Config) -> bool:
-    """False for a run whose workers can make their first step without torch's compiler: each holds all layers of a
-    chain that the workload builds itself, so that no layer need be traced, and steps them by plain AdamW. Where the
-    chain or a later generation needs it all the same, each worker imports it then.
+    """Return False if the workers can make their first step without torch's compiler: each holds all layers of a chain
+    that the workload itself makes, so that no layer is traced, and the optimizer is plain AdamW. If the chain or a
+    later generation needs the compiler after all, each worker imports it then.
     """
     train, pipeline = config.train, config.pipeline
     one_stage = pipeline.devices == 1 and pipeline.plan is None
@@ -72,17 +72,17 @@ def _may_need_compiler(config: Config) -> bool:
 
 
 def training_modules(config: Config) -> tuple[str, ...]:
-    """Return the modules of a run that a config describes."""
+    """Return the modules for the workers of a config's run."""
     loggers = ["torch.utils.tensorboard"] if "tensorboard" in config.train.loggers else []
     modules = SCRIPT_MODULES if _may_need_compiler(config) else PRELOADED
     return *modules, *loggers, "rich.progress", config.workload.partition(":")[0]
 
 
-# -- Finds where a run continues, before its workers start. torch is imported only where there is something to read.
+# -- Finds where a run continues, before its workers start. Imports torch only where there are files to read.
 
 
 def take_held(run_dir: Path) -> None:
-    """Make a checkpoint of the state that members left in `held/`, if it is newer than the last; see `holdings`."""
+    """Make a checkpoint of the state in `held/`, if it is newer than the last one; see `elastic/member/holdings`."""
     if (run_dir / "held").exists():
         from varuna_capslog.elastic.member.holdings import recover
 
@@ -90,7 +90,7 @@ def take_held(run_dir: Path) -> None:
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest complete checkpoint of a run (None if there is none), and those that were passed over."""
+    """Return the newest complete checkpoint of a run (None if there is none), and the faults of newer checkpoints."""
     if not (run_dir / "checkpoints").exists():
         return None, []
     from varuna_capslog.training.checkpoint import latest_checkpoint
@@ -99,7 +99,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def newest_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
-    """Return the boundaries of a script's run that lie on disk, the newest last, by their files' generations."""
+    """Return (boundary, file) of every state that a script's run has saved, the newest last."""
     if not (run_dir / "checkpoints").exists():
         return []
     from varuna_capslog.elastic.script import saved_states
@@ -112,7 +112,7 @@ def newest_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
 
 _ANSWER_SECONDS = 0.5
 _LOOK_SECONDS = 0.1
-"""Between two looks for the store. A look takes a millisecond; the run's first step waits for the last one."""
+"""Seconds between two attempts to reach the store. Each takes a millisecond; the first step waits for a success."""
 _SCRIPT_CALL = "script.json"
 """The file in the folder of a script's run that holds the arguments of its workers."""
 
@@ -121,7 +121,7 @@ def starting_point(config: Config, say: Callable[[str], None] = lambda line: Non
     """Return the keys that the store must hold before the first worker reads it, and the boundary where the run begins.
 
     Args:
-        say: prints the checkpoint from which the run continues, and the checkpoints that were passed over.
+        say: called with a line on the checkpoint from which the run continues, and on each skipped checkpoint.
 
     Raises:
         CapslogError: nothing is prepared, or there is no checkpoint where `resume` says.
@@ -175,7 +175,7 @@ def check_elastic(config: Config) -> None:
 
 def run_here(config: Config, options: HostOptions) -> HostEnd:
     """Serve the store and train with this machine's workers until the run ends everywhere. options: this machine's;
-    workers, settings and the beginning are filled in here. Raises as `Host.run`, `check_elastic` and `starting_point`.
+    this function sets workers, settings and the beginning. Raises like `Host.run`, `check_elastic`, `starting_point`.
     """
     check_elastic(config)
     keys, stamp = starting_point(config, options.say)
@@ -189,10 +189,10 @@ def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostE
     """Wait for the machine that serves the store, then take part until the run ends or all workers here have left.
 
     Args:
-        config: only its `run_dir`, which all machines share, and the modules that its workers import are used (the
-            import begins during the wait); all else is read from the config that the serving machine wrote.
-        options: this machine's, with the address of the store; workers and settings are filled in here.
-        wait_seconds: for the store, which is served once the run is profiled and planned.
+        config: used for its `run_dir`, which all machines share, and for the modules that workers import (during the
+            wait); all other keys are read from the config that the serving machine wrote.
+        options: this machine's, with the address of the store; this function sets workers and settings.
+        wait_seconds: longest wait for the store, which is served once the run is profiled and planned.
 
     Raises:
         WorkerFailed, Interrupted: see `Host.run`.
@@ -235,7 +235,7 @@ def run_script(
 
     Args:
         arguments: the script's own.
-        options: this machine's, with the section `elastic`; workers and the beginning are filled in here.
+        options: this machine's, with the section `elastic`; this function sets workers and the beginning.
         begun: called with the host before it runs.
 
     Raises:
@@ -250,7 +250,7 @@ def run_script(
 
 
 def join_script(script: Path, arguments: Sequence[str], options: HostOptions, wait_seconds: float) -> HostEnd:
-    """Wait like `join_run`, then run a script with the settings that the serving machine wrote. Raises like it."""
+    """Wait like `join_run`, with its errors, then run a script with the settings that the serving machine wrote."""
     _find_run(options, wait_seconds)
     path = options.run_dir / _SCRIPT_CALL
     try:
@@ -275,7 +275,7 @@ def _of_script(options: HostOptions, script: Path, arguments: Sequence[str]) -> 
 
 
 def _starting_point_of_script(run_dir: Path) -> Beginning:
-    """Return the newest checkpoint as a beginning; its generation follows all those in the run's files."""
+    """Return the newest checkpoint, if any, as a beginning with a generation after all those in the run's files."""
     saved, metrics = newest_states(run_dir), run_dir / "metrics.jsonl"
     lines = files.last_lines(metrics) if metrics.exists() else []
     numbers = [stamp.generation for stamp, _ in saved] + [
@@ -297,8 +297,8 @@ def wait_for_store(run_dir: Path, store: str, seconds: float, say: Callable[[str
     store that outlives machines may hold a run that has ended).
 
     Raises:
-        StoreRefuses: it has another secret than this machine.
-        CapslogError: no machine serves it in time, or the run's secret cannot be used.
+        StoreRefuses: the store has another secret than this machine.
+        CapslogError: no machine serves the store in time, or the run's secret cannot be used.
     """
     until, told = time.monotonic() + seconds, False
     signs: dict[str, Sequence[object]] = {}

@@ -34,7 +34,7 @@ def train_here(
         show_plan: called with the plan, and the profile where one was made, before the first worker starts.
         say: called with a line for each event of the workers.
         show: draw progress bars.
-        callbacks: of the caller.
+        callbacks: the caller's functions.
 
     Raises:
         DoesNotFit: no plan fits; no worker was started.
@@ -43,7 +43,7 @@ def train_here(
         Exception: of a callback; the run has stopped, and its last step is saved.
     """
     callbacks = callbacks or Callbacks(config.run_dir, {})
-    with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
+    with reserve(config.run_dir):  # no other run may change the plan from here on
         if config.elastic.enabled:
             options = HostOptions(config.run_dir, num_workers=config.world_size)
             with server_of(config) as server:
@@ -61,8 +61,8 @@ def train_here(
 
 
 def prepared_run(config: Config, show: bool = True, server: ForkServer | None = None) -> tuple[Plan, Profile | None]:
-    """Return a run's plan, and its profile where it has one; see `prepare.prepare_run`. server: the workers' fork
-    server: a process without torch runs this function in its fork, so that slow modules are imported once.
+    """Return a run's plan, and its profile where there is one; see `prepare.prepare_run`. server: the workers' fork
+    server; without torch in this process, its fork runs this function, so that slow modules are imported once.
     """
     if server is not None and "torch" not in sys.modules:
         check_names(config)  # errors that need no import are raised at once
@@ -75,7 +75,7 @@ def prepared_run(config: Config, show: bool = True, server: ForkServer | None = 
 def run_workers(
     config: Config, say: Say, starter: Starter, workers: int | None = None, look: Callable[[], bool] = lambda: False
 ) -> None:
-    """Start a run's workers (`workers`, or as the config says), watch them to their end. look: see `Supervisor`."""
+    """Start a run's workers (default number: the config's world size), wait for their end. look: see `Supervisor`."""
     Supervisor(
         config.run_dir,
         starter,
@@ -87,7 +87,7 @@ def run_workers(
 
 
 def worker_starter(config: Config, *flags: str) -> Forks:
-    """Return a starter of workers with these flags; another process begins to import their modules."""
+    """Return a starter of workers with these flags; its fork server begins to import their modules."""
     return Forks(
         "varuna_capslog.start.worker:forked",
         [str(config.run_dir), *flags],

@@ -45,8 +45,8 @@ class Equipment:
 
     Attributes:
         probe: as in `RuntimeOptions`.
-        observer: sees the work of the member's engines.
-        work: builds the training, with the arguments of `PipelineWork`.
+        observer: observes the member's engines.
+        work: returns the training; has the arguments of `PipelineWork`.
         open_store: called with the store's address, the run's secret and the store's identity.
         runtime: class of the runtime.
     """
@@ -67,8 +67,8 @@ class MemberFile:
         self._newest, self._lock = -1, threading.Lock()
 
     def write_stage(self, generation: int, stages: Sequence[int]) -> None:
-        """Write the stage of this generation: several in a list, null for a member that only keeps copies. Threads may
-        overtake each other, so an older generation than the newest is left out.
+        """Write this generation's stage: a number, a list of several, or null for a member that only keeps copies.
+        Threads may call this out of order, so a generation older than the newest is ignored.
         """
         stage = list(stages) if len(stages) > 1 else stages[0] if stages else None
         with self._lock:
@@ -100,7 +100,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     check_room(device, least_bytes(run.plan), f"member {start.me}, in the smallest place of the run's first plan,")
     work = equipment.work(start, run, device, file.write_stage, equipment.observer)
     newest = store.read()
-    if newest.number:  # the others train already: slow first calls are made before they wait for this member
+    if newest.number:  # others train already: make slow first calls now, before they wait for this member
         work.loop.run_began = time.monotonic() - run_age(store, start.host)
         work.warm_up()
     capacity = capacity_of(config.pipeline.capacity, local_rank())
@@ -123,8 +123,8 @@ def least_bytes(plan: Plan) -> int | None:
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:
-    """Return the bytes of a device of this host; 0: no limit. Of a list it is the entry of this device, where the run
-    began on one host; else the smallest entry, since it is not known to which host's devices the list refers.
+    """Return the capacity in bytes of a device of this host; 0: no limit. From a list, take the device's entry if the
+    run began on one host, else the smallest entry, since the list may refer to another host's devices.
     """
     if capacity is None or isinstance(capacity, int):
         return capacity or 0

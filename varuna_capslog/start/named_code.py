@@ -1,8 +1,8 @@
-"""A config is code: finds the code that a run's folder names, and decides whether it may run without a question.
+"""A config names code to run. This module lists that code, and decides whether it may run without the option `--trust`.
 
-Commands call `check_run` or `check_config` before they import anything that a run's folder names; `start/prepare` marks
-the folder of every run that it starts. The mark is an HMAC under a key that only this user can read: a file's owner or
-mode is no proof. The Python API and workers, which this user starts, never ask.
+Commands call `check_run` or `check_config` before they import code that a run's folder names; `start/prepare` marks the
+folder of every run that it starts. The mark is an HMAC under a key that only this user can read: a file's owner or mode
+is no proof. The Python API and workers, which this user starts, check nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ OFFERED = frozenset(
     varuna_capslog.own_data:TextFile
     varuna_capslog.own_data:TokenFile
     varuna_capslog.own_data:workload
-    """.split()  # noqa: SIM905 (nothing here imports them, as tests/test_rooms.py takes names by themselves to mean)
+    """.split()  # noqa: SIM905 (as single texts, tests/test_rooms.py would take these names for imports)
 )
-"""Functions that our packages offer to configs. It is a list, not a rule, because our modules hold much more that can
-be called with any arguments (`base.files:write_text`), and modules that they import (`base.processes:subprocess`)."""
+"""Functions that our packages offer to configs. They are listed, because our packages also have functions that could be
+misused with other arguments (`base.files:write_text`), and imported modules (`base.processes:subprocess`)."""
 
 _NAME = re.compile(r"[^\s:=/\\\[]+:[^\s:=/\\\[]+")
-"""Any text that can name a function of a module, in letters of any alphabet; for texts such as cuda:0 it only asks."""
+"""Any text that can name a function of a module, in any alphabet. Texts such as cuda:0 need `--trust`, too."""
 
 _HANDED = "varuna_capslog.own_data.handed:model"
 _MARK = "mark.json"
@@ -52,8 +52,8 @@ _MOST_MARK_BYTES = 1 << 20
 
 
 def check_run(run_dir: Path, config: Config, trust: bool = False) -> None:
-    """Raise CapslogError, which names what would run, unless the code that a run folder's config names may run: it is
-    all `OFFERED`, or this user started the run and nothing of it was changed since, or `trust` is set.
+    """Raise CapslogError, which lists the code, unless the code that a run folder's config names may run: it is all
+    `OFFERED`, or this user started the run and its files have not changed since, or `trust` is set.
     """
     code = _code(config)
     if code and not trust and (doubt := _doubt(run_dir, config)) is not None:
@@ -61,10 +61,10 @@ def check_run(run_dir: Path, config: Config, trust: bool = False) -> None:
 
 
 def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> None:
-    """Check like `check_run`, with its errors and those of `load_config`, a config that a command is called with.
+    """Check the config that a command is called with. Raises like `check_run` and `load_config`.
 
-    A user who names a config of their own wants to run its code, as with a script. Checked are the config.yaml of a
-    run's folder, and a config that names a pickle, whose code nobody can read.
+    A user who names a config of their own wants to run its code, as with a script. So only the config.yaml of a run's
+    folder is checked, and a config that names a pickle, whose code nobody can read.
     """
     if trust:
         return
@@ -79,8 +79,8 @@ def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> N
 
 
 def mark_run(run_dir: Path) -> None:
-    """Mark a run that this user starts, over its config.yaml and the pickles that it names. Without a key, as where
-    HOME is not set, there is no mark, and later commands ask.
+    """Mark a run that this user starts; the mark covers config.yaml and the pickles that it names. Without a key, such
+    as where HOME is not set, there is no mark, and later commands need `--trust`.
     """
     config = load_config(run_dir / "config.yaml")
     modules = {name: _file_of(name) for name in _names(config)}
@@ -136,7 +136,7 @@ def _file_of(name: str) -> str | None:
     """Return the module's file for `package.module:function` without any import of it; None: built in or not found."""
     add_current_folder()
     spec, path, so_far = None, None, ""
-    with contextlib.suppress(Exception):  # finders of other packages are among those asked
+    with contextlib.suppress(Exception):  # finders of other packages may raise any error
         for part in name.partition(":")[0].split("."):
             so_far = f"{so_far}.{part}" if so_far else part
             specs = (finder.find_spec(so_far, path) for finder in sys.meta_path)
@@ -182,9 +182,9 @@ def _mark(key: bytes, run_dir: Path, config: Config, modules: Mapping[str, Any])
 
 
 def _key(create: bool = False) -> bytes | None:
-    """Return the key of this user's marks, if there is one. Raises CapslogError where it cannot be a secret."""
+    """Return the key of this user's marks, if there is one. Raises CapslogError where others may have access to it."""
     state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME", "")
-    if not os.path.isabs(state):  # the XDG specification has a relative value ignored
+    if not os.path.isabs(state):  # the XDG specification says to ignore a relative path
         if not os.path.isabs(home):
             raise CapslogError("there is no folder for the key of your marks: neither XDG_STATE_HOME nor HOME is set")
         state = os.path.join(home, ".local", "state")

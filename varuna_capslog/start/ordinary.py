@@ -1,4 +1,4 @@
-"""Configs for plans without a config file, of an ordinary model or a profile alone, and the defaults of planning."""
+"""Makes configs for plans without a config file, from an ordinary model or a profile, and has the planning defaults."""
 
 from __future__ import annotations
 
@@ -41,21 +41,19 @@ __all__ = [
 ]
 
 
-# -- Configs for plans without a config file, of an ordinary model or a profile alone, and the defaults of planning.
-#
-# The costs of a model are estimated, unless they are to be measured here. Where no capacity is given and the plan is
-# for the GPU of this machine, that GPU's memory is the capacity; a kind of GPU (`cuda:a100-80gb`) brings its own.
+# -- Configs without a config file. A model's costs are estimated, unless `measured`. The default capacity is the memory
+#    of this machine's GPU, or of the named kind (`cuda:a100-80gb`).
 
 
 WITHOUT_MODEL = f"{__name__}:without_model"
-"""The workload of a config that has a profile alone, and no model."""
+"""The workload of a config that has only a profile, and no model."""
 
 
 @dataclass(frozen=True)
 class OrdinaryModel:
     """Model and its inputs.
 
-    model: `package.module:function`, or the nn.Module or Chain itself. arguments: of the function.
+    model: `package.module:function`, or the nn.Module or Chain itself. arguments: keyword arguments of the function.
     sample: input specs as text (`x=float32[8,3,224,224]`); for an object also example tensors, batch first.
     cut_points: submodules to cut before; None: every repeated block.
     """
@@ -81,7 +79,7 @@ def ordinary_config(
         minibatch: samples of a step; None: `defaults.MICROBATCHES_PER_DEVICE` microbatches per device, each the
             sample's batch or `train.microbatch_size` of settings.
         device: cpu, cuda, or cuda:KIND; None: the accelerator of this machine, or its CPU where it has none.
-        settings: further keys of the config, such as {"train.precision": "bfloat16"}; they come last.
+        settings: further keys of the config, such as {"train.precision": "bfloat16"}; they are applied last.
 
     Raises:
         CapslogError: an impossible model, sample, device or key.
@@ -133,7 +131,7 @@ def ordinary_config(
 
 
 def _data_cards(settings: Mapping[str, Any] | None) -> int:
-    """Cards of each stage that take samples of their own, by `pipeline.parallel`."""
+    """Return the cards per stage that take different samples, by `pipeline.parallel`."""
     divisors = Divisors.of((settings or {}).get("pipeline.parallel"))
     return 1 if divisors is None else divisors.data
 
@@ -141,9 +139,10 @@ def _data_cards(settings: Mapping[str, Any] | None) -> int:
 def folder_keys(
     folder: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of the function that builds a Hugging Face folder's model, and the config's keys, for
-    training: weights are bfloat16 where their type, `dtype` of arguments or else of config.json, is bfloat16, or those
-    below adapters have few bits, and no other precision is asked for; else float32, unless `dtype` says otherwise.
+    """Return the arguments of the function that makes a Hugging Face folder's model, and the config's keys, to train.
+    Weights are bfloat16 with a `train.precision` of bf16-weights, else float32, unless arguments have a `dtype`. That
+    precision is the default if `dtype` is bfloat16, or if there is no `dtype` and the weights below adapters have few
+    bits or config.json says bfloat16.
     """
     precision = defaults.precision_named(settings.get("train.precision"))
     keys = dict(settings)
@@ -156,7 +155,7 @@ def folder_keys(
 
 
 def held_types(config: Config) -> str:
-    """Return the types of a training in words, also where an argument of the model gives its weights their type."""
+    """Return the types of a training in words, also where the model's argument `dtype` sets the type of weights."""
     held = config.model.get("arguments", {}).get("dtype", "float32")
     if config.train.precision != "float32" or held == "float32":
         return config.train.types
@@ -168,7 +167,7 @@ def _type_of(folder: str) -> str | None:
     try:
         stated = json.loads((Path(folder) / "config.json").read_text())
     except (OSError, ValueError):
-        return None  # the one that builds the model says what is wrong
+        return None  # the function that makes the model reports the fault
     sections = [stated, stated.get("text_config")] if isinstance(stated, dict) else []
     names = (part.get(key) for part in sections if isinstance(part, dict) for key in ("dtype", "torch_dtype"))
     return next((name for name in names if isinstance(name, str)), None)
@@ -180,12 +179,12 @@ def config_of_profile(
     minibatch: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Return the config of a run of which only the profile is known; it gives microbatch size, device and precision.
+    """Return the config of a run with only a profile, which gives microbatch size, recompute and stage_inputs.
 
     Args:
         pipeline: keys of its `pipeline` section, the devices among them; default of the capacity: the memory of the
             profile's kind of GPU, else no limit.
-        minibatch, settings: as of `ordinary_config`; settings come before `minibatch`.
+        minibatch, settings: as for `ordinary_config`; `minibatch` is applied after settings.
 
     Raises:
         CapslogError: an impossible key or value, or a minibatch that is no multiple of the profile's microbatches.
@@ -206,18 +205,18 @@ def config_of_profile(
         values["train"]["minibatch_size"] = minibatch
     if gpu is not None and values["pipeline"].get("capacity") is None:
         values["pipeline"]["capacity"] = gpu.memory_bytes
-    if (memory := values["pipeline"].get("memory")) in SCHEDULES:  # a schedule's own memory model
+    if (memory := values["pipeline"].get("memory")) in SCHEDULES:  # the memory model of a schedule
         values["pipeline"].setdefault("schedule", memory)
     config = section(Config, values, "")
     run, keys = RunShape.of_conditions(conditions), config.pipeline.model_fields_set
     taken = {name: getattr(run, name) for name in ("recompute", "stage_inputs") if name not in keys}
     run_keys = config.pipeline.model_copy(update=taken)
-    run_keys.model_fields_set.difference_update(taken)  # as if left open, which decides the planner
+    run_keys.model_fields_set.difference_update(taken)  # still open keys for the choice of planner
     return config.model_copy(update={"pipeline": run_keys})
 
 
 def check_kinds(devices: NamedDevices, profile: Profile) -> None:
-    """Raise CapslogError where the profile is not that of the fastest kind, to which all speeds are relative."""
+    """Raise CapslogError where the profile is not of the fastest kind, to which all speeds are relative."""
     device, gpu = profile.conditions.get("device", "cuda"), profile.conditions.get("gpu", devices.fastest)
     if devices.kinds and (device != "cuda" or gpu != devices.fastest):
         kind = f"{device}:{gpu}" if device == "cuda" else str(device)
@@ -238,7 +237,7 @@ def without_model(config: Config) -> NoReturn:
 
 
 def default_planner(profile: Profile, memory: str) -> str:
-    """Return the default planner for a profile: that of the shortest step, if the profile has the columns for it."""
+    """Return the default planner for a profile: FASTEST if the profile has the columns for it, else SMALLEST."""
     if not profile.timed or memory not in (AUTO, RANKS) or is_for_inference(profile):
         return defaults.SMALLEST
     try:
@@ -249,7 +248,7 @@ def default_planner(profile: Profile, memory: str) -> str:
 
 
 def with_defaults(config: Config, profile: Profile | None) -> Config:
-    """Return the config with the default planner and memory limit of a run with this profile, where it sets none."""
+    """Return the config with the default planner and capacity of a run with this profile, where they are open."""
     return config if profile is None else with_default_capacity(with_planner_for(config, profile))
 
 

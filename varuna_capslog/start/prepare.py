@@ -66,13 +66,13 @@ __all__ = [
 ]
 
 
-# -- Checks of a config before anything is built: names, the optimizer, data and weights.
+# -- Checks of a config before the profile: names, the optimizer, data and weights.
 #
-# `prepare.prepare_run` and `readiness` call them, so that `capslog train` and `capslog check` find the same.
+# `prepare_run` and `readiness` call these functions, so `capslog train` and `capslog check` report the same faults.
 
 
 def check_names(config: Config) -> None:
-    """Raise CapslogError for unknown planners, memory models, engines and network interfaces; needs no torch."""
+    """Refuse unknown planners, memory models, engines and interfaces, and keys of planning alone; needs no torch."""
     check_gloo_interfaces(os.environ)
     if (divisors := config.pipeline.divisors) is not None:
         raise CapslogError(
@@ -90,7 +90,7 @@ def check_names(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """Raise CapslogError where the config's optimizer cannot step a part of the parameters by itself."""
+    """Raise CapslogError where the config's optimizer cannot step a part of the parameters without the others."""
     from varuna_capslog.engine.recipe import Recipe  # imports torch, which planning from a profile does without
 
     Recipe.of_config(config.train).check_optimizer()
@@ -108,7 +108,7 @@ def data_findings(config: Config, workload: Workload) -> list[RunFinding]:
 
 
 def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunFinding]:
-    """Check that the run's folder can be written, and holds the checkpoints to be kept (about `checkpoint_bytes`)."""
+    """Check that the run's folder is writable, with room for all checkpoints to be kept (each `checkpoint_bytes`)."""
     wanted = config.run_dir.absolute()
     folder = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -131,7 +131,7 @@ def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunF
 
 
 def _kept_checkpoints(config: Config) -> int:
-    """Return the largest number of checkpoints at once: those kept, the best, and the one being written."""
+    """Return the largest number of checkpoints on disk at once: the newest, the best, and the one being written."""
     train = config.train
     most = train.checkpoint_keep + 1 + (train.evaluate_every is not None)
     if train.max_steps is None or train.evaluate_every:
@@ -160,7 +160,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     from varuna_capslog.model.workload import load_workload
 
     begun = wall_seconds()
-    # Before the profile, which may take minutes.
+    # These checks precede the profile, which may take minutes.
     check_names(config)
     check_optimizer(config)
     workload = load_workload(config)
@@ -172,12 +172,12 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     if named_plan is not None and profile is not None:
         _check_digest(named_plan, profile, config)
     about = _checkpoint_bytes(profile)
-    # a disk may be cleared while the run trains, and a full one costs it no step
+    # notes only: the disk may be cleared while the run trains, and a full disk costs the run no step
     notes += [finding.text for finding in findings_of(lambda: disk_findings(config, about)) if finding.kind != "fact"]
     why = "; ".join(plan.notes)
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     check_folder(config, plan.model, grains_of(plan.stages), facts)
-    # the plans of an elastic run may each have another schedule
+    # each plan of an elastic run may have another schedule
     settled = config if config.elastic.enabled else with_choices_of(config, plan)
     files.write_text(config.run_dir / "config.yaml", dump_config(settled))
     mark_run(config.run_dir)
@@ -203,8 +203,8 @@ def _checkpoint_bytes(profile: Profile | None) -> int | None:
 
 
 def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tuple[Config, Profile | None, Plan]:
-    """Return the config with the plan's choices, its profile (None where none is needed), and the judged plan that its
-    run begins with. Writes nothing into the run's folder. say: called with a sentence on each choice and its gain.
+    """Return the config with the planner's choices, its profile (None where none is needed), and the judged plan with
+    which the run begins. Writes nothing into the run's folder. say: called with a sentence on each choice and its gain.
     """
     config = _with_kept_blocks(config)
     named_plan, memo, profile = _checked_plan(config), estimate_memo(config), None
@@ -229,7 +229,7 @@ def _kept_config(config: Config) -> Config | None:
 
 
 def _with_kept_blocks(config: Config) -> Config:
-    """Return the config with the accumulation blocks that its run has had from its first step."""
+    """Return the config with the accumulation blocks of the run that it continues; the same config for a new run."""
     kept = _kept_config(config) if config.train.blocks_are_open else None
     if kept is None or kept.num_microbatches != config.num_microbatches:
         return config
@@ -251,8 +251,8 @@ def profile_run(config: Config, show: bool = True, memo: Memo | None = None, var
     `profile.source` says so.
 
     Args:
-        show: draw a progress bar. memo: of `estimate_memo`, as for `plan_run`.
-        variants: of a measured profile; see `profiling/measure.profile_config`.
+        show: draw a progress bar. memo: from `estimate_memo`; pass it to `plan_run`, too.
+        variants: for a measured profile; see `profiling/measure.profile_config`.
     """
     if config.profile.source == "estimated":
         from varuna_capslog.profiling.estimate import estimate_config
@@ -267,7 +267,7 @@ def profile_run(config: Config, show: bool = True, memo: Memo | None = None, var
 
 
 def profile_degrees(config: Config, profile: Profile, degrees: Sequence[int], show: bool = True) -> Profile:
-    """Return the profile of `profile_run` with the runs on so many devices; see `profiling/degrees.with_degrees`."""
+    """Return the profile with runs on these numbers of devices (`degrees`); see `profiling/degrees.with_degrees`."""
     from varuna_capslog.profiling.degrees import with_degrees
 
     with _progress(show) as progress:
@@ -282,7 +282,7 @@ def profile_and_variants(
 ) -> tuple[Config, Profile]:
     """Return the config and its profile (`profile_run`); where a planner chooses variants, the config names them.
 
-    A run that goes on from a checkpoint keeps its variants. say: called with a sentence on each choice and its gain.
+    A run that continues from a checkpoint keeps its variants. say: called with a sentence on each choice and its gain.
     """
     kept = _kept_config(config)
     if kept is not None and kept.numerics == config.numerics and not config.variants:
@@ -299,7 +299,7 @@ def profile_and_variants(
 
 def divided_profile(config: Config, profile: Profile) -> Profile:
     """Return the profile of one card of each stage, where `pipeline.parallel` divides stages; else the same profile.
-    Raises CapslogError for a measured profile, and for one that is divided in another way.
+    Raises CapslogError for a profile that is measured, for inference, or divided in another way.
     """
     pipeline, divisors = config.pipeline, config.pipeline.divisors
     divided_by = profile.conditions.get(PARALLEL)
@@ -320,14 +320,14 @@ def plan_run(
     longest: float | None = None,
 ) -> Plan:
     """Return the plan of a config: its planner's, or the given cuts or plan, judged by the profile. Without a profile
-    (given cuts need none) nothing is predicted, and the chain is built to check the cuts. memo: of the estimate, where
-    the profile is one. named_plan: judged in place of what the config names. longest: as of `Problem`; ranks that
-    fit by the fold are not rehearsed then, also where that is not certain (`planning/verdict.is_certain`).
+    (given cuts need none) nothing is predicted, and the model's chain is made to check the cuts. memo: cache of an
+    estimated profile. named_plan: judged in place of the config's plan. longest: see `Problem`; with it, a plan is not
+    rehearsed, even if the verdict of the fold is not certain (`planning/verdict.is_certain`).
     """
     profile = None if profile is None else divided_profile(config, profile)
     settled = with_defaults(config, profile)
     plan = naming_variants(settled, _plan(settled, profile, named_plan or _checked_plan(settled), memo, longest))
-    if memo is not None and profile is not None:  # a profile alone builds no model
+    if memo is not None and profile is not None:  # without a memo, there may be no model
         plan = _with_norms_named(settled, plan, lambda: _profiled_chain(settled, memo))
     pipeline = settled.pipeline
     lacks_time = pipeline.planner_is_default and pipeline.planner != settled.default_planner
@@ -354,7 +354,7 @@ def _plan(
         from varuna_capslog.membership.placing import RunProtection
 
         if config.elastic.rebalance and not profile.timed:
-            profile.column("forward_seconds")  # names the layer
+            profile.column("forward_seconds")  # raises an error that names the layer
             profile.column("backward_seconds")
         protection = RunProtection(config, profile)
         problem = dataclasses.replace(problem, beside=protection.beside)
@@ -367,7 +367,7 @@ def _plan(
             return rehearse_config(chosen, plan.cut_list, memo=memo)
         return rehearse_plan(chosen, plan, memo=memo)
 
-    divisors = config.pipeline.divisors  # a rehearsal runs whole stages
+    divisors = config.pipeline.divisors  # a rehearsal runs undivided stages
     confirm = None if config.workload == WITHOUT_MODEL or divisors is not None or longest is not None else rehearsal
     plan = solve(problem, config.pipeline.planner, confirm, protection)
     plan = plan if divisors is None else dataclasses.replace(plan, parallel=divisors)
@@ -377,8 +377,8 @@ def _plan(
 
 
 def _with_norms_named(config: Config, plan: Plan, chain_of: Callable[[], Chain]) -> Plan:
-    """Return the plan with a note where batch norms train on microbatches of one sample. Notes of a plan that does not
-    fit say what is missing, and nothing else. chain_of: makes the chain, where it is needed.
+    """Return the plan with a note where batch norms train on microbatches of one sample. A plan that does not fit stays
+    as it is: its notes say only what is missing. chain_of: makes the chain, where it is needed.
     """
     trains = plan.purpose == "training" and plan.fits is not False and config.workload != WITHOUT_MODEL
     if config.train.microbatch_size > 1 or not trains:
@@ -396,7 +396,7 @@ def _with_norms_named(config: Config, plan: Plan, chain_of: Callable[[], Chain])
 
 
 def _profiled_chain(config: Config, memo: Memo | None) -> Chain:
-    """Return the chain of a profile that was made here, without memory for its weights; an estimate has built it."""
+    """Return the chain of a profile made in this process, without memory for weights; an estimate's is in `memo`."""
     if memo is not None:
         from varuna_capslog.profiling.estimate import StageEstimator
 
@@ -423,7 +423,7 @@ def needs_profile(config: Config, named_plan: Plan | None) -> bool:
 
 def _checked_plan(config: Config) -> Plan | None:
     """Return the plan that `pipeline.plan` names; None where it names none. Raises CapslogError for a plan of another
-    model or other ranks, or that the engine does not run; and where the planner does not go with the rest of the
+    model or for other ranks, for a plan that the engine cannot run, and where the planner contradicts other keys of the
     config.
     """
     planner_named(config.pipeline.planner).check(config)
@@ -482,7 +482,7 @@ def _checked_plan(config: Config) -> Plan | None:
 
 
 def _without_predictions(config: Config) -> str:
-    """Say, at the end of a sentence, which layers a plan of the same Hugging Face model may have besides."""
+    """Return a clause on the further layers that a plan of a Hugging Face model may have; "" for other models."""
     from varuna_capslog.model.hugging_face import FACTORY
 
     if config.model.get("factory") != FACTORY:
@@ -494,9 +494,9 @@ def _without_predictions(config: Config) -> str:
 
 
 def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:
-    """Refuse a given plan that claims to fit by another profile than this run's; without that claim, this profile
-    judges it. A run that had a plan of that other profile before goes on: a new measurement of the same model gives
-    another profile.
+    """Refuse a given plan with `fits: true` by another profile than this run's; other plans are judged by this profile.
+    A run that already had a plan of that other profile continues, since each measurement of a model gives another
+    profile.
     """
     if not plan.fits or plan.profile_digest in (None, profile.digest):
         return
@@ -540,7 +540,7 @@ def _of_cuts(config: Config, chain: Chain) -> Plan:
 
 
 def _same(old: Plan, new: Plan) -> bool:
-    # they differ whenever the model is profiled again
+    # these values differ whenever the model is profiled again
     ignored = ("search_seconds", "profile_digest", "stage_seconds", "step_seconds", "bound_seconds")
     old_fields, new_fields = old.to_json(), new.to_json()
     return all(
@@ -552,7 +552,7 @@ def _same(old: Plan, new: Plan) -> bool:
 
 @contextmanager
 def _progress(show: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """Progress bar, updated with (runs done, total runs, name of the current run)."""
+    """Yield a function that updates a progress bar: (runs done, total runs, name of the run); None if not `show`."""
     if not show:
         yield None
         return

@@ -1,6 +1,6 @@
-"""`capslog check`: finds what would stop a run or spoil its training, before it begins. It follows `prepare`, on
-estimates and in a temporary copy of the run's folder: no run is measured, no worker is started, and the run's own
-folder is neither changed nor made.
+"""`capslog check`: finds faults that would stop a run or spoil its training, before it begins. The check makes the
+steps of `prepare` with estimates, in a temporary copy of the run's folder: no run is measured, no worker is started,
+and the run's own folder is neither changed nor made.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from varuna_capslog.training.run_setup import check_devices, check_keys, check_r
 __all__ = ["check_run"]
 
 READ_SECONDS = 20.0
-"""Seconds in which a sample of each source must have been read."""
+"""Limit for reading a sample of each source."""
 _SEARCH_SECONDS = 15.0
 """Limit of a planner's search, for planners that have one."""
 
@@ -63,7 +63,7 @@ def check_run(
     Args:
         say: called with the name of the next part.
         show: draw a progress bar during long steps.
-        read_seconds: time in which a sample of each source must have been read.
+        read_seconds: limit for reading a sample of each source.
     """
     nobody = lambda what: None  # noqa: E731
     with (
@@ -92,7 +92,7 @@ def check_run(
 
 
 class _Check:
-    """Parts of a check, called in order; each uses the results of those before it. stand_in: the config with another
+    """Parts of a check, called in order; each uses the results of earlier parts. stand_in: the config with another
     run_dir and an estimated profile. server: reads samples in a fork, which may hang or die.
     """
 
@@ -119,7 +119,7 @@ class _Check:
         try:
             entry = f"{__name__}:read_samples"
             yield from self._server.call(entry, self._stand_in, seconds=self._read_seconds)
-        except NoAnswer as error:  # this process would not survive it, either
+        except NoAnswer as error:  # the same data would hang or end this process, too
             raise CapslogError(
                 f"the process that was to open the data and read the first samples gave none ({error.how}), so that "
                 "the rest and the model were not checked; mend the data set, or see what it waits for"
@@ -211,7 +211,7 @@ class _Check:
         yield from self._memory(there)
 
     def _memory(self, there: list[torch.device]) -> Iterator[RunFinding]:
-        """Check that the devices have the memory that the plan predicts, if it predicts for such devices."""
+        """Check that the devices have the memory that the plan needs, if its profile is for such devices."""
         sizes = [] if self._plan is None else _bytes_of_ranks(self._plan, self._config.world_size)
         if self._on_cpu is not (there[0].type == "cpu"):
             return
@@ -242,7 +242,7 @@ def checkpoint_bytes(chain: Chain, config: Config) -> int:
 
 def read_samples(config: Config) -> list[RunFinding]:
     """Return the findings of reading the first samples of each source; called in a separate process."""
-    os.dup2(2, 1)  # output that a data set prints is no part of the answer
+    os.dup2(2, 1)  # a data set's output must not mix with the command's
 
     def read() -> Iterator[RunFinding]:
         try:
@@ -282,8 +282,8 @@ def _bytes_of_ranks(plan: Plan, ranks: int) -> list[int]:
 
 @contextlib.contextmanager
 def _stand_in(config: Config) -> Iterator[Config]:
-    """Yield the config with a temporary folder that begins as its run_dir, an estimated profile, and a time limit for
-    every search that can have one.
+    """Yield the config with a temporary run_dir (a copy of config.yaml and a link to the checkpoints), an estimated
+    profile, and a time limit for every search that can have one.
     """
     with tempfile.TemporaryDirectory(prefix="capslog-check-") as name:
         folder = Path(name)
@@ -312,7 +312,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def _warnings(config: Config) -> Iterator[list[str]]:
-    """Collect the warnings of this package and the workload's in the block, a line each."""
+    """Collect the log warnings of this package and the workload's package in the block, one line per warning."""
     handler = _Lines(logging.WARNING)
     packages = {name.partition(":")[0].partition(".")[0] for name in (__name__, config.workload)}
     loggers = [logging.getLogger(name) for name in packages]

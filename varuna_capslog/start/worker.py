@@ -95,11 +95,11 @@ def _work(
     from varuna_capslog.training.run_setup import check_devices, check_room, choose_device
 
     if rank == 0 and not evaluate:  # the output of an evaluation may be JSON
-        # the user is to see repairs of annotation files
+        # so that the user sees warnings, such as repairs of annotation files
         log_to(sys.stdout)
     check_gloo_interfaces(os.environ)
     if prepare is not None:
-        # a store and a group of their own: the run's timeout is not known yet
+        # a separate store and process group, since the run's timeout is not known yet
         with connected("prepare", 60.0) as communicator:
             communicator.together(lambda: prepare() if rank == 0 else None)
     config = load_config(run_dir / "config.yaml")
