@@ -145,7 +145,7 @@ def pipeline(
 
 
 def gradient_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """Return the largest `max|a-b| / max(max|b|, 1e-3 * the model's largest gradient)` (engine rule 1) and its name."""
+    """Return the largest `max|a-b| / max(max|b|, 1e-3 * the model's largest gradient)` and its name."""
     missing = set(gradients) ^ set(expected)
     if missing:
         raise SystemExit(f"only one of the two runs has gradients of {sorted(missing)[:3]}")

@@ -1,4 +1,4 @@
-"""A step of the pipeline equals the unsplit model's (engine rule 1, by plain autograd), and its three parts alone."""
+"""A step of the pipeline equals the unsplit model's (by plain autograd), and its three parts alone."""
 
 from __future__ import annotations
 

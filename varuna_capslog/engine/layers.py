@@ -1,6 +1,6 @@
 """`EngineLayer`, a layer with its own parameter leaves and random numbers; and autograd graphs of consecutive layers.
 
-Every sum of gradients has the same terms in the same order for any cut list (engine rule 1). Therefore layers share a
+Every sum of gradients has the same terms in the same order for any cut list. Therefore layers share a
 graph only where gradients flow from one layer to the next. A tensor that several layers read ends the graph: their
 gradients are added one by one, last reader first. Each use of a shared parameter accumulates separately.
 """

@@ -248,7 +248,7 @@ def layout_of(plan: Plan, config: Config) -> Layout:
 #
 # With routes "relay", a value passes through all stages between its writer and its last reader. With "direct", the
 # writing stage sends the value once to each stage that reads it. One gradient per reading layer comes back, and the
-# writing stage adds them from the last reader to the first, the order of all sums of gradients (engine rule 8).
+# writing stage adds them from the last reader to the first, the order of all sums of gradients.
 
 
 GradientKey: TypeAlias = "tuple[Value, int | None]"

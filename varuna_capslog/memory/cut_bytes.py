@@ -19,7 +19,7 @@ __all__ = ["CutBytes", "LinkBytes", "StageTensors"]
 #
 # The rows of a profile come from stages that pass everything on (routes "relay"). A stage with direct routes does not
 # hold tensors that only other stages read, frees a received tensor after its last local reader, and exchanges a
-# separate gradient for each reader of a tensor that several layers read (engine rule 8).
+# separate gradient for each reader of a tensor that several layers read.
 
 
 @dataclass(frozen=True)

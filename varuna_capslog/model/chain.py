@@ -94,7 +94,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """Parameter that several layers share; its gradients from all layers are added (engine rule 3).
+    """Parameter that several layers share; its gradients from all layers are added.
 
     name: address `<first layer>.<parameter>`.
     uses: (layer index, name inside that layer's module), in layer order.

@@ -22,7 +22,7 @@ from varuna_capslog.base.failures import StopWish
 from varuna_capslog.base.secret import Secret
 from varuna_capslog.base.tables import log_to
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.elastic.host.store_link import run_age
+from varuna_capslog.elastic.host.leases import run_age
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.runtime import Runtime, take_part
 from varuna_capslog.elastic.member.start_up import RuntimeOptions, Timeouts, enter, local_rank, report_failures

@@ -233,7 +233,7 @@ def tell_readers(
 
 
 _LEAST = 1e-3
-"""Lower bound of a gradient's divisor, as a fraction of the layer's largest gradient (rule 1 of the engine)."""
+"""Lower bound of a gradient's divisor, as a fraction of the layer's largest gradient."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Supervisor of one machine in an elastic run: starts and ends its workers, passes notices on, reports losses.
 
 A loss is a `DeadEntry` in the log: of a worker here whose process ended (`Host._on_worker_exit`), also after `workers`
-killed it as hung; or of each worker of another host that `store_link` found silent (`Host._host_silent`). Of the
+killed it as hung; or of each worker of another host that `leases` found silent (`Host._host_silent`). Of the
 membership it decides only the first generation and a parked one. It never touches a tensor. No worker outlives it.
 """
 
@@ -21,7 +21,7 @@ from varuna_capslog.base.failures import Failure, loss_cause
 from varuna_capslog.base.processes import heard_signals
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, last_step, new_run, usable
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.store_link import HostStore
+from varuna_capslog.elastic.host.leases import HostStore
 from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostOptions, HostWorker, HostWorkers
 from varuna_capslog.elastic.notices.gather import Announcement, Gathering, auto_sources
 from varuna_capslog.elastic.notices.interface import Kind

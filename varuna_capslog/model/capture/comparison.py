@@ -43,7 +43,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, 
 """Fraction of its largest value by which a tensor may differ; for dtypes of fewer bits: _COARSE."""
 _COARSE = 0.05
 _LEAST = 1e-3
-"""Fraction of the model's largest gradient: smaller gradients are compared on this scale (rule 1 of the engine)."""
+"""Fraction of the model's largest gradient: smaller gradients are compared on this scale."""
 
 
 @dataclass

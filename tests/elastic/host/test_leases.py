@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 from varuna_capslog.base import clock, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host.store_link import HostStore, age_of, run_age
+from varuna_capslog.elastic.host.leases import HostStore, age_of, run_age
 from varuna_capslog.elastic.host.terminal import describe
 from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.elastic.store.opening import StoreGone
@@ -115,7 +115,7 @@ def test_a_sign_of_another_form_is_one_of_no_age(sign):
     assert age_of(sign) == 0.0
 
 
-@pytest.mark.parametrize("loop", ["_keep_lease", "_notice_stops"])
+@pytest.mark.parametrize("loop", ["_watch_hosts", "_notice_stops"])
 def test_a_host_that_can_give_no_signs_ends_with_the_reason(tmp_path, monkeypatch, loop):
     """Otherwise the others take the host for dead while it goes on."""
     monkeypatch.setattr(HostStore, loop, lambda link, ended: {}["nobody expected this"])

@@ -1,6 +1,6 @@
 """A host's connection to the run's store: opens or serves it, follows its log, appends entries, watches other hosts.
 
-Detects lost hosts: `HostStore._keep_lease` gives this host's signs of life and reads those of all others. A host that
+Detects lost hosts: `HostStore._watch_hosts` gives this host's signs of life and reads those of all others. A host that
 gives none, or whose connection to the store ended, is reported to `host.Host._host_silent`. While the store does not
 answer, entries are kept and sent later. Threads read store and log, and pass events on to the host's thread.
 
@@ -137,7 +137,7 @@ class HostStore:
         """Give signs of life, report that the host is here, and follow the log."""
         ended = threading.Event()
         self.store.give_sign(self.name, sign_of(0, 0.0))
-        OwnedThread("leases", self._keep_lease, self._fail, ended).start()
+        OwnedThread("leases", self._watch_hosts, self._fail, ended).start()
         OwnedThread("stops", self._notice_stops, self._fail, ended).start()
         stack.callback(ended.set)
         self.tell_here()
@@ -158,7 +158,7 @@ class HostStore:
         self._untold.append(entry)
 
     def run_begins(self) -> None:
-        """Record that a generation exists. For a host that comes later, `_keep_lease` corrects the run's age."""
+        """Record that a generation exists. For a host that comes later, `_watch_hosts` corrects the run's age."""
         self._run_began = self._run_began or time.monotonic()
 
     def _age(self) -> float:
@@ -269,7 +269,7 @@ class HostStore:
                 self._awoke = now
             last = now
 
-    def _keep_lease(self, ended: threading.Event) -> None:
+    def _watch_hosts(self, ended: threading.Event) -> None:
         """Give signs of life, and report hosts that give none. A thread does it: a busy supervisor must not seem lost.
 
         No clocks are compared: this host measures how long it has seen no new sign. A host without a new sign for
