@@ -1,4 +1,4 @@
-"""The comparison that engine rule 1 states, in one place."""
+"""The one comparison of two steps: gradients to a tolerance, or all bits."""
 
 from __future__ import annotations
 
