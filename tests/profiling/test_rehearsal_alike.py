@@ -15,6 +15,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
+from varuna_capslog.profiling import rehearsal
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import Event, replay
@@ -96,6 +97,47 @@ def test_what_a_rank_keeps_of_every_microbatch_is_counted_for_those_that_are_lef
 @pytest.mark.parametrize(("part_bytes", "growth", "last"), [(2 << 20, 0, 4), (512, 512, 4), (4, 0, 20 << 20)])
 def test_large_or_unequal_parts_and_a_peak_at_the_end_take_the_whole_step(part_bytes, growth, last):
     assert Sample(4, 24, (0, 0, *(20,) * 7), (2, 4, 6)).peak_bytes(*events_of(4, part_bytes, growth, last)) is None
+
+
+def events_with_an_update(microbatches: int, part_bytes: int, update: int) -> tuple[list[Event], list[int]]:
+    """Events as `events_of`; the end sums the parts, frees them one after another, and then makes the update."""
+    events, starts = events_of(microbatches, part_bytes, last=8)
+    parts = [(10 * microbatch + 11, 0) for microbatch in range(microbatches)]
+    return [*events, *parts, (2, 0), (3, update), (4, 64 << 10), (3, 0), (4, 0)], starts
+
+
+@pytest.mark.parametrize(("part_bytes", "count"), [(4, 24), (8, 64)])
+def test_a_peak_in_the_update_needs_no_whole_step_if_one_microbatch_less_has_the_same_end(part_bytes, count):
+    """The sums over parts that fit one block are one block for any number; the last rank often peaks in the update."""
+    sample = Sample(4, count, (0, 0, *(count - 4,) * 7), (2, 4, 6), (0, 2, 4))
+    update = 60 << 20
+    whole = replay(events_with_an_update(count, part_bytes, update)[0]).allocated_bytes
+    short = events_with_an_update(4, part_bytes, update)
+    assert sample.peak_bytes(*short, lambda: events_with_an_update(3, part_bytes, update)) == whole
+    assert sample.peak_bytes(*short) is None
+    assert sample.peak_bytes(*short, lambda: events_with_an_update(3, part_bytes, update - 512)) is None
+
+
+@pytest.mark.parametrize(("part_bytes", "count"), [(4, 65), (64, 24)])
+def test_sums_that_grow_out_of_their_block_take_the_whole_step(part_bytes: int, count: int) -> None:
+    sample = Sample(4, count, (0, 0, *(count - 4,) * 7), (2, 4, 6), (0, 2, 4))
+    short, fewer = (events_with_an_update(number, part_bytes, 60 << 20) for number in (4, 3))
+    assert sample.peak_bytes(*short, lambda: fewer) is None
+
+
+def test_a_last_rank_that_peaks_in_its_update_is_rehearsed_in_few_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, rehearsed = list[int](), rehearsal._rehearse_ranks
+
+    def record(estimator, layout, options, ranks):
+        numbers.append(options.num_microbatches)
+        return rehearsed(estimator, layout, options, ranks)
+
+    estimator = StageEstimator(Equal(width=1024), RunConditions(device="cuda", microbatch_size=1, recompute=True))
+    layout, options = Layout.pipelines((0, 2), 4), EngineOptions(30, schedule="1f1b", recompute=True, clip_norm=1.0)
+    full = rehearse_layout(estimator, layout, options)
+    monkeypatch.setattr(rehearsal, "_rehearse_ranks", record)
+    assert rank_peaks(estimator, layout, options) == [rank.peak_bytes for rank in full]
+    assert max(numbers) <= 8
 
 
 def test_graphs_that_wait_on_the_device_take_all_microbatches() -> None:

@@ -9,6 +9,7 @@ seconds, so it confirms a plan but is not part of a search.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,13 +111,18 @@ class _Steps:
             return replay(events).allocated_bytes
         if (sample := self._short.sample(rank)) is not None:
             rehearsal = self._rehearsed(sample.few, rank)
-            if (peak := sample.peak_bytes(rehearsal.events, rehearsal.starts)) is not None:
+            fewer = functools.partial(self._events, sample.few - 1, rank)
+            if (peak := sample.peak_bytes(rehearsal.events, rehearsal.starts, fewer)) is not None:
                 return peak
         return self._rehearsed(*min((self._short.microbatches(rank), rank) for rank in ranks)).peak_bytes
 
     def _rehearsed(self, microbatches: int, rank: int) -> RankRehearsal:
         step = dataclasses.replace(self._options, num_microbatches=microbatches)
         return _rehearse_ranks(self._estimator, self._layout, step, [rank])[0]
+
+    def _events(self, microbatches: int, rank: int) -> tuple[Sequence[Event], Sequence[int]]:
+        rehearsal = self._rehearsed(microbatches, rank)
+        return rehearsal.events, rehearsal.starts
 
     def _stretched_events(self, rank: int, work: object) -> list[Event] | None:
         """Return the events of a rank's program, from a rehearsal with fewer microbatches, shared by ranks of equal
