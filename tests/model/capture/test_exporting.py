@@ -296,6 +296,23 @@ def test_what_layers_run_themselves_may_change() -> None:
     copied.run({"x": BATCHES[0]})
 
 
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_model_that_draws_from_a_distribution_is_divided_unless_arguments_are_checked(checks: bool) -> None:
+    """Its plan ended in an error: `normal_` was counted as a norm. The checks of torch branch on values."""
+
+    class Drawing(hostile.Base):
+        def forward(self, x: Tensor) -> Any:
+            mean = self.body(x)
+            spread = torch.ones_like(mean)
+            return self.head(torch.distributions.Normal(mean, spread, validate_args=checks).rsample())
+
+    model = made(Drawing)
+    chain = Chain.from_module(model, None, (BATCHES[0],))
+    assert (len(chain) == 1) == checks
+    assert ("pass validate_args=False to divide it" in str(chain.layers[0].module.meta.get("whole", ""))) == checks
+    assert all(layer.peak_bytes for layer in estimate(model, BATCHES[0]).observations)
+
+
 def test_a_hook_with_a_tensor_of_the_forward_keeps_its_module_whole() -> None:
     class Masked(hostile.Base):
         def forward(self, x: Tensor) -> Any:

@@ -120,6 +120,13 @@ def test_memory_operators_count_what_they_move_and_their_elements() -> None:
     assert work(aten.embedding.default, x, torch.zeros(7, dtype=torch.long, device="meta"))["bytes"] == 2 * 2800
 
 
+@pytest.mark.parametrize("name", ["normal_", "log_normal_", "renorm"])
+def test_operators_with_norm_in_their_names_are_not_all_norms(name: str) -> None:
+    """A model that draws from a normal distribution had no plan: "tuple index out of range"."""
+    x, numbers = meta(64, 100), (2.0, 0, 1.0) if name == "renorm" else ()
+    assert work(getattr(aten, name).default, x, *numbers) == {"bytes": 2 * 25600, "launch": 1}
+
+
 def test_an_update_moves_what_its_lists_hold() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
     for parameter in parameters:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributions import Distribution
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
@@ -496,6 +497,9 @@ def _explained(model: nn.Module, running: Sequence[tuple[str, str]], error: Exce
     elif "data-dependent" in reason or "DataDependent" in type(error).__name__ or "but got FakeTensor" in reason:
         why = "its Python code branches on, or sizes something by, the values of a tensor"
         advice = "use torch.where there, or write this model as a Chain by hand"
+        if _in_distributions(error):
+            why = "torch.distributions checks the values of its arguments, so pass validate_args=False to divide it"
+            advice = "or write this model as a Chain by hand"
     elif "not a known type" in reason:
         value = reason.partition("<class '")[2].partition("'")[0]
         why = f"it takes or returns a {value}, which is no tensor, list, tuple or dict"
@@ -503,6 +507,16 @@ def _explained(model: nn.Module, running: Sequence[tuple[str, str]], error: Exce
     else:
         why = f"{type(error).__name__}: {reason[:300]}"
     return NotCaptured(path, f"{why}{line}", f"{where} cannot be captured: {why}{line}; {advice}")
+
+
+def _in_distributions(error: BaseException) -> bool:
+    """True where an error was raised while the constructor of a distribution checked its arguments."""
+    constructor, trace = Distribution.__init__.__code__, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is constructor:
+            return True
+        trace = trace.tb_next
+    return error.__cause__ is not None and _in_distributions(error.__cause__)
 
 
 def _is_check(node: fx.Node) -> bool:

@@ -42,10 +42,12 @@ _SCATTERS = frozenset(
      "embedding_dense_backward"}
 )  # fmt: skip
 _REDUCTIONS = frozenset(
-    {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "linalg_vector_norm", "norm_in_pieces", "cumsum",
+    {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "norm", "linalg_vector_norm", "norm_in_pieces", "cumsum",
      "argmax", "argmin", "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices",
      "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
 )  # fmt: skip
+_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "_weight_norm")
+"""Parts of the names of norms; `normal_`, `renorm` and `linalg_vector_norm` are none."""
 _GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 """Grouped products of experts -> number of products; the fallback is transformers' for weights other than bfloat16."""
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", *_GROUPED, "_scaled_mm", "frozen_product"})
@@ -98,7 +100,7 @@ def _kind_of(name: str) -> _Count:
         return _scanned
     if "rnn_layer" in name or name.startswith("_cudnn_rnn"):
         return _recurrence
-    if "norm" in name and name not in _REDUCTIONS and not name.startswith("_foreach"):
+    if any(norm in name for norm in _NORMS):
         return _norm
     if name in _GATHERS or name in _SCATTERS:
         return _indexed
