@@ -143,8 +143,8 @@ def _dense(parameter: nn.Parameter) -> tuple[int, ...]:
 
 # -- Sums the gradients of each layer over the whole minibatch, in one fixed order of additions.
 #
-# Order of all sums: each block sums its microbatches in order, then the blocks are added in index order, then the uses of a
-# shared parameter in layer order. Neither cuts nor the number of replicas may change an addition, so there is no ring
+# Each block sums its microbatches in order, then the blocks are added in index order, then the uses of a shared
+# parameter in layer order. Neither cuts nor the number of replicas may change an addition, so there is no ring
 # all-reduce: each rank with a layer gets all blocks of one slice, adds them in order, and sends the sum to the others.
 
 

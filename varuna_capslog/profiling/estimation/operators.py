@@ -42,8 +42,8 @@ _SCATTERS = frozenset(
      "embedding_dense_backward"}
 )  # fmt: skip
 _REDUCTIONS = frozenset(
-    {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "norm", "linalg_vector_norm", "norm_in_pieces", "cumsum",
-     "argmax", "argmin", "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices",
+    {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "norm", "linalg_vector_norm", "norm_in_pieces",
+     "cumsum", "argmax", "argmin", "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices",
      "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
 )  # fmt: skip
 _NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "_weight_norm")
