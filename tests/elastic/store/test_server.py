@@ -182,7 +182,7 @@ def test_a_long_log_comes_in_bounded_batches(server):
     text = "x" * 100_000
     for number in range(60):
         store.append({"kind": "x", "number": number, "text": text})
-    batch, length = store.lines.ask("entries", 0, 0)
+    batch, length = store.client.ask("entries", 0, 0)
     assert 0 < len(batch) < 60 == length
     assert [entry["number"] for entry in store.history()] == list(range(60))
     store.close()

@@ -59,7 +59,7 @@ class Host:
         self.options = options
         self.roster = Roster()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread of `run`
-        self.link = HostStore(options, self.roster, self._logged, self._host_silent, self._calls.put)
+        self.link = HostStore(options, self.roster, self._take_entry, self._host_silent, self._calls.put)
         self._settling: dict[Member, float] = {}
         self._useless: dict[int, int] = {}
         self._founded = 0.0
@@ -198,7 +198,7 @@ class Host:
             return
         self._start(worker.slot)
 
-    def _logged(self, value: dict[str, Any]) -> None:
+    def _take_entry(self, value: dict[str, Any]) -> None:
         self.link.write_event(value)
         entry = self.roster.take(value)
         if self.options.serves and self.roster.is_complete(self.options.hosts):
@@ -227,28 +227,28 @@ class Host:
 
     def _found(self) -> None:
         """Write the first generation, with all members that begin together: none trains alone while others load."""
-        self.link.found(0, Generation(1, tuple(self.roster.members), checkpoint=self.options.first))
+        self.link.write_generation(0, Generation(1, tuple(self.roster.members), checkpoint=self.options.first))
 
     def _park(self) -> None:
         """Write a generation without members: all voters have ended, and the next members load a checkpoint."""
         lost = self.roster.generation
         self.options.say(f"all {len(lost.members)} member(s) are lost; whoever comes goes on from the last checkpoint")
-        self.link.found(lost.number, lost.parked(self.roster.checkpoint))
+        self.link.write_generation(lost.number, lost.parked(self.roster.checkpoint))
 
     def _announced(self, announcement: Announcement) -> None:
         notice = announcement.of(self.link.name)
         if notice is None:
             return
         remaining = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
-        until = hooks.until(remaining)
+        deadline = hooks.deadline_fields(remaining)
         self.options.say(f"notice from {notice}")
         if notice.kind is Kind.HINT:  # a hint changes no membership
             for worker in self.workers.living():
-                self.link.tell(entries.HintEntry(worker.member, source=notice.source, **until))
+                self.link.tell(entries.HintEntry(worker.member, source=notice.source, **deadline))
             return
-        self._noticed = True
+        self._noticed, urgent = True, notice.kind is Kind.NOW
         for worker in self.workers.living():
-            self.link.tell(entries.NoticeEntry(worker.member, notice.kind is Kind.NOW, source=notice.source, **until))
+            self.link.tell(entries.NoticeEntry(worker.member, urgent, source=notice.source, **deadline))
 
     def _host_silent(self, host: str, why: str) -> None:
         if host not in self.roster.hosts:

@@ -208,7 +208,7 @@ class Etcd:
         answer = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit})
         return [stored for _, stored in _pairs(answer)]
 
-    def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[tuple[str, str | None]]]:
+    def with_range(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[tuple[str, str | None]]]:
         """Return a key's value, and keys and values of a range, all read in one transaction."""
         ranges = [{"key": b64(key)}, {"key": b64(first), "range_end": b64(end), "limit": limit}]
         answer = self.call("kv/txn", {"success": [{"request_range": key_range} for key_range in ranges]})
