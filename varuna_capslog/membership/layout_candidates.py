@@ -136,8 +136,8 @@ class LayoutCandidates:
         parameters = [] if profile is None else [layer.parameter_bytes for layer in profile.layers]
         sizes = [size for size in parameters if size is not None]
         self._parameters = _running(sizes if len(sizes) == self.num_layers else [0] * self.num_layers)
-        told = profile is not None and len(sizes) == self.num_layers
-        self._update_rate: float = profile.conditions.get(UPDATE_RATE, 0.0) if profile is not None and told else 0.0
+        sized = profile is not None and len(sizes) == self.num_layers
+        self._update_rate: float = profile.conditions.get(UPDATE_RATE, 0.0) if profile is not None and sized else 0.0
         profiled = None if profile is None else profile.conditions.get("microbatch_size")
         same_size = None in (profiled, self.run.microbatch_size) or profiled == self.run.microbatch_size
         self.described = profile is not None and same_size

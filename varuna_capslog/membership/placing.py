@@ -119,11 +119,11 @@ class Choice:
         for rank in range(plan.num_ranks):
             numbers = [number for number, at in enumerate(ranks) if at == rank]
             sizes = [plan.stages[number].bytes for number in numbers]
-            if plan.ranks and (told := plan.ranks[rank].bytes) is not None:
-                sizes = [told + ((plan.ranks[rank].host_bytes or 0) if one_memory else 0)]
-            told_sizes = [size for size in sizes if size is not None]
-            if len(told_sizes) == len(sizes):
-                held.append(sum(told_sizes) + sum(beside[layer] for number in numbers for layer in layers[number]))
+            if plan.ranks and (rank_bytes := plan.ranks[rank].bytes) is not None:
+                sizes = [rank_bytes + ((plan.ranks[rank].host_bytes or 0) if one_memory else 0)]
+            known_sizes = [size for size in sizes if size is not None]
+            if len(known_sizes) == len(sizes):
+                held.append(sum(known_sizes) + sum(beside[layer] for number in numbers for layer in layers[number]))
         links = None
         if plan.routes == "direct":
             links = frozenset((ranks[writer], ranks[reader]) for writer, reader in plan.stage_graph(edges).edges)
@@ -632,6 +632,6 @@ def _with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[
                 "devices or capacity, or set elastic.enabled to false"
             )
     kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
-    told = [lack, describe_reserves(kept), layout.problem]
+    notes = [lack, describe_reserves(kept), layout.problem]
     snapshots = [sum(sizes[0][layer] for layer in stage.numbers) for stage in plan.stages]
-    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots
+    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes))), snapshots

@@ -49,10 +49,10 @@ __all__ = [
     "among",
     "bare",
     "expected_loss",
-    "exposed",
     "follows_a_loss",
-    "given",
+    "give_stage",
     "kept_copies",
+    "share_of_sole_holders",
     "traffic_of",
     "ways_to_give",
 ]
@@ -123,7 +123,7 @@ def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tupl
             )
 
 
-def given(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
+def give_stage(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
     """Return the plan with stage `number` given away in these parts; None where a rank would hold a layer twice."""
     stages = list(plan.stages)
     gone = stages.pop(number)
@@ -235,18 +235,18 @@ class Loss:
     back_seconds: float = 0.0
 
     @property
-    def left(self) -> list[Member]:
+    def remaining(self) -> list[Member]:
         """Remaining members."""
         return [seat.member for seat in self.seats]
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Outcome of the choice. plan, copies: for the record; None: new cuts. told: fields for `events.jsonl`."""
+    """Outcome of the choice. plan, copies: for the record; None: new cuts. event_fields: for `events.jsonl`."""
 
     plan: Plan | None
     copies: Mapping[Member, tuple[int, ...]] | None
-    told: dict[str, Any]
+    event_fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: f
     return -gap * math.expm1(-pause / gap) + slowed + second - back * math.expm1(-(pause + slow) / gap)
 
 
-def exposed(layout: MemberLayout, before: MemberLayout, members: Sequence[Member]) -> float:
+def share_of_sole_holders(layout: MemberLayout, before: MemberLayout, members: Sequence[Member]) -> float:
     """Fraction of these members that alone hold some layer, counting the layers of both layouts."""
     holders: dict[int, set[Member]] = {}
     for member in members:
@@ -328,7 +328,7 @@ class _Costed:
     lost_seconds: float | None = None
 
     @property
-    def told(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         moves, copies = (sum(move.bytes for move in row) for row in (self.traffic.moves, self.traffic.copies))
         return {
             "moved_bytes": moves,
@@ -347,7 +347,7 @@ class SmallMotion:
 
     def weigh(self, loss: Loss) -> Weighed | None:
         """Choose the way in which the remaining members continue; None where there is no choice."""
-        remaining, sizes = loss.left, self._placer.layer_bytes
+        remaining, sizes = loss.remaining, self._placer.layer_bytes
         plan = loss.before.plan
         if self._setting == "never" or plan is None or not remaining or not loss.before.covers(remaining):
             return None
@@ -359,32 +359,32 @@ class SmallMotion:
         pause = cuts.traffic.seconds(rate)
         if self._setting == "auto" and pause <= SECOND_PAUSE:  # decided without a simulation
             why = f"they move {format_bytes(cuts.traffic.bytes)} in about {pause:.2f} s"
-            told = {**cuts.told, "pause_seconds": pause}
-            return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": told})
+            event_fields = {**cuts.event_fields, "pause_seconds": pause}
+            return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": event_fields})
         scale = 1.0
         if loss.step_seconds and (planned := self._played(plan)):
             scale = loss.step_seconds / planned
         cuts = self._way(loss, layout, self.step_seconds(layout), scale)
         small = self._best(loss, plan, cuts, rate, scale)
-        back = exposed(layout, loss.before, remaining) * loss.back_seconds
+        back = share_of_sole_holders(layout, loss.before, remaining) * loss.back_seconds
         lost = expected_loss(pause, 0.0, 1.0, 0.0, loss.gap_seconds, back)
         cuts = dataclasses.replace(cuts, lost_seconds=lost)
         chosen, why = self._choice(cuts, small)
-        told = {
+        event_fields = {
             "chosen": "small motion" if chosen else "new cuts",
             "why": why,
-            "new_cuts": {**cuts.told, "pause_seconds": pause},
+            "new_cuts": {**cuts.event_fields, "pause_seconds": pause},
             "bytes_per_second": rate,
             "gap_seconds": loss.gap_seconds,
             "back_seconds": loss.back_seconds,
         }
         if small is not None:
             follow = traffic_of(small.layout, cuts.layout, remaining, sizes)
-            told["small_motion"] = {**small.told, "pause_seconds": small.traffic.seconds(rate)}
-            told["follow_bytes"] = follow.bytes
+            event_fields["small_motion"] = {**small.event_fields, "pause_seconds": small.traffic.seconds(rate)}
+            event_fields["follow_bytes"] = follow.bytes
         if not chosen or small is None:
-            return Weighed(None, None, told)
-        return Weighed(small.layout.plan, small.layout.copied, told)
+            return Weighed(None, None, event_fields)
+        return Weighed(small.layout.plan, small.layout.copied, event_fields)
 
     def step_seconds(self, layout: MemberLayout) -> float | None:
         """Simulated step seconds of a layout's plan at its devices' speeds; None where it cannot be simulated."""
@@ -407,12 +407,12 @@ class SmallMotion:
         """Small motion with the least expected loss of those that fit the devices; None where none fits."""
         candidates: list[_Costed] = []
         for handed_out in self._handed_out(loss, plan, cuts, rate, scale):
-            owned = MemberLayout.of_plan(handed_out, loss.left, {}).owned
-            copies = kept_copies(loss.before, owned, loss.left)
+            owned = MemberLayout.of_plan(handed_out, loss.remaining, {}).owned
+            copies = kept_copies(loss.before, owned, loss.remaining)
             fitting = self._fitting(handed_out, loss.seats, copies)
             if fitting is None:
                 continue
-            layout = MemberLayout.of_plan(fitting, loss.left, copies)
+            layout = MemberLayout.of_plan(fitting, loss.remaining, copies)
             way = self._way(loss, layout, fitting.step_seconds, scale)
             candidates.append(self._weighed(loss, way, cuts, rate))
             if len(candidates) >= _PLAYED:
@@ -424,17 +424,17 @@ class SmallMotion:
     def _weighed(self, loss: Loss, way: _Costed, cuts: _Costed, rate: float) -> _Costed:
         if way.step_seconds is None or cuts.step_seconds is None:
             return way
-        follow = traffic_of(way.layout, cuts.layout, loss.left, self._placer.layer_bytes)
+        follow = traffic_of(way.layout, cuts.layout, loss.remaining, self._placer.layer_bytes)
         slow = BESIDE * follow.seconds(rate) + FOLLOW_STEPS * way.step_seconds
         ratio, pause = cuts.step_seconds / way.step_seconds, way.traffic.seconds(rate)
-        back = exposed(way.layout, loss.before, loss.left) * loss.back_seconds
+        back = share_of_sole_holders(way.layout, loss.before, loss.remaining) * loss.back_seconds
         lost = expected_loss(pause, slow, ratio, SECOND_PAUSE, loss.gap_seconds, back)
         return dataclasses.replace(way, lost_seconds=lost)
 
     def _handed_out(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> Iterator[Plan]:
         """Yield plans in which the remaining members train the lost members' stages, the most promising first."""
-        members, remaining = loss.members, set(loss.left)
-        places = {rank: loss.left.index(member) for rank, member in enumerate(members) if member in remaining}
+        members, remaining = loss.members, set(loss.remaining)
+        places = {rank: loss.remaining.index(member) for rank, member in enumerate(members) if member in remaining}
         bare_plan = bare(plan)
         if bare_plan is None:
             return
@@ -446,7 +446,7 @@ class SmallMotion:
             gone = [number for number, stage in enumerate(bare_plan.stages) if stage.rank not in places]
             number = max((self._work(bare_plan, bare_plan.stages[at]), -at, at) for at in gone)[2]
             ways = self._in_order(bare_plan, number, holds, cuts, rate, scale)
-            plans = filter(None, map(partial(given, bare_plan, number), ways[:_BUILT]))
+            plans = filter(None, map(partial(give_stage, bare_plan, number), ways[:_BUILT]))
             if turn == lost - 1:
                 yield from (among(handed_out, places) for handed_out in plans)
             elif (bare_plan := next(plans, None)) is None:
@@ -509,7 +509,7 @@ class SmallMotion:
     # -- cost of a layout ----------------------------------------------------------------------------------------------
 
     def _way(self, loss: Loss, layout: MemberLayout, seconds: float | None, scale: float = 1.0) -> _Costed:
-        traffic = traffic_of(loss.before, layout, loss.left, self._placer.layer_bytes)
+        traffic = traffic_of(loss.before, layout, loss.remaining, self._placer.layer_bytes)
         return _Costed(layout, traffic, None if seconds is None else scale * seconds)
 
     def _played(self, plan: Plan) -> float | None:

@@ -201,17 +201,17 @@ def _are_same(speeds: dict[Member, float], others: dict[Member, float]) -> bool:
 
 class Pace:
     """Planned step times of the generations that one member trained in. run: shape of the whole step, for all that
-    plans leave open. told: fields on the plan for the event of the newest generation.
+    plans leave open. event_fields: on the plan for the event of the newest generation.
     """
 
     def __init__(self, run: RunShape, device: str) -> None:
         self._run, self._device = run, device
         self._before: float | None = None
-        self.told: dict[str, Any] = {}
+        self.event_fields: dict[str, Any] = {}
 
     def begin(self, plan: Plan) -> None:
         """Begin a generation that trains by this plan."""
-        self.told = self._of(plan)
+        self.event_fields = self._of(plan)
 
     def _of(self, plan: Plan) -> dict[str, Any]:
         """Fields on a plan: "planned_step_seconds"; "planned_step_ratio" to the plan before, if that is known;

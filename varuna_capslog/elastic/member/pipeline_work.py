@@ -230,7 +230,7 @@ class PipelineWork(Work):
         layout = self._run.layout_of(plan)
         assert layout.layers_of(communicator.rank) == sorted(states), "a plan of other members"
         kept = self._copies.ready(states, opening.layout.copied.get(self.start.me, ()))
-        ready = Ready(self._table, kept, next((names for names in opening.told if names is not None), None))
+        ready = Ready(self._table, kept, next((names for names in opening.knowledge if names is not None), None))
         schedule = plan.schedule or self.setup.options.schedule
         options = dataclasses.replace(self.setup.options, actions=plan.actions, schedule=schedule)
         engine = self._engine(layout, options, communicator, ready)
@@ -363,7 +363,7 @@ class PipelineWork(Work):
             details |= {"cuts": ways[0], "replicas": layout.replicas, "idle": idle}
             if len(ways) > layout.replicas:
                 details["ways"] = ways
-            details |= self._pace.told
+            details |= self._pace.event_fields
             if self.setup.total_steps is not None:
                 details["last_step"] = self.setup.total_steps
         generation = int(details.pop("generation", 0)) + self.start.offset

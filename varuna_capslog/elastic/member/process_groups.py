@@ -79,9 +79,9 @@ class ProcessGroups:
         def open_it() -> None:
             try:
                 communicator = connect_group(self._rendezvous(), name, rank, size, self._timeouts.peer)
-                told = tuple(communicator.gather(self._knows()))
+                knowledge = tuple(communicator.gather(self._knows()))
                 self._begin_pairs(communicator, pairs)
-                future.set_result((communicator, told))
+                future.set_result((communicator, knowledge))
             except Exception as error:
                 # a new error without the traceback, which would keep the store's connection open until it is collected
                 future.set_exception(CapslogError(f"the group of generation {generation} cannot be opened: {error}"))
