@@ -63,11 +63,11 @@ class StoreServer:
         self._content = _Content()
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
-        self._door = AuthenticatedListener(listener, secret.key(PURPOSE), self._admitted, self._fail, "store-door")
+        self._listener = AuthenticatedListener(listener, secret.key(PURPOSE), self._admitted, self._fail, "store-door")
 
     def close(self) -> None:
         """End the server; the calls of its clients raise StoreGone."""
-        self._door.close()
+        self._listener.close()
         self._end_connections()
 
     def _end_connections(self) -> None:
