@@ -132,9 +132,9 @@ def check_purpose(flags: PlanFlags) -> bool:
             if getattr(flags, name) is not None:
                 raise CapslogError(f"--{name} goes with --for inference")
         return False
-    beside = {f"--{name}": getattr(flags, name) for name in ("profile", "memory", "minibatch", "numerics")}
+    training_options = {f"--{name}": getattr(flags, name) for name in ("profile", "memory", "minibatch", "numerics")}
     for name in [
-        *(name for name, value in beside.items() if value),
+        *(name for name, value in training_options.items() if value),
         *sorted(set(keys_of(flags.overrides)) - set(_KEYS)),
     ]:
         raise CapslogError(f"{name} belongs to plans of training; leave it out with --for {flags.purpose}")

@@ -126,9 +126,9 @@ def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tupl
 def give_stage(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
     """Return the plan with stage `number` given away in these parts; None where a rank would hold a layer twice."""
     stages = list(plan.stages)
-    gone = stages.pop(number)
+    given_stage = stages.pop(number)
     for part in reversed(parts):
-        stages.insert(number, _part(gone, part))
+        stages.insert(number, _part(given_stage, part))
     for first, end, rank in parts:
         place = next(
             at for at, stage in enumerate(stages) if stage.rank == rank and (stage.first, stage.end) == (first, end)
@@ -316,8 +316,8 @@ def share_of_sole_holders(layout: MemberLayout, before: MemberLayout, members: S
     for member in members:
         for layer in {*before.holds(member), *layout.owned.get(member, ())}:
             holders.setdefault(layer, set()).add(member)
-    alone = {member for keepers in holders.values() if len(keepers) == 1 for member in keepers}
-    return len(alone) / len(members)
+    sole_holders = {member for keepers in holders.values() if len(keepers) == 1 for member in keepers}
+    return len(sole_holders) / len(members)
 
 
 @dataclass(frozen=True)
@@ -443,8 +443,8 @@ class SmallMotion:
             yield among(bare_plan, places)
         holds = {rank: frozenset(loss.before.holds(members[rank])) for rank in places}
         for turn in range(lost):
-            gone = [number for number, stage in enumerate(bare_plan.stages) if stage.rank not in places]
-            number = max((self._work(bare_plan, bare_plan.stages[at]), -at, at) for at in gone)[2]
+            lost_numbers = [number for number, stage in enumerate(bare_plan.stages) if stage.rank not in places]
+            number = max((self._work(bare_plan, bare_plan.stages[at]), -at, at) for at in lost_numbers)[2]
             ways = self._in_order(bare_plan, number, holds, cuts, rate, scale)
             plans = filter(None, map(partial(give_stage, bare_plan, number), ways[:_BUILT]))
             if turn == lost - 1:
@@ -467,12 +467,12 @@ class SmallMotion:
         for planned in plan.stages:
             if planned.rank in busy:
                 busy[planned.rank] += self._work(plan, planned)
-        follow, most = BESIDE * cuts.traffic.seconds(rate), max(busy.values())
+        follow, busiest = BESIDE * cuts.traffic.seconds(rate), max(busy.values())
         work: dict[tuple[int, int], float] = {}
         coming: dict[Part, int] = {}
 
         def weight(parts: tuple[Part, ...]) -> tuple[float, int, float]:
-            moved, longest, largest = 0, most, 0
+            moved, longest, largest = 0, busiest, 0
             for part in parts:
                 if part not in coming:
                     first, end, rank_of = part
@@ -501,9 +501,9 @@ class SmallMotion:
         if self._profile is None:
             return float(sum(self._placer.layer_bytes[layer] for layer in layers))
         run, rows = self._placer.candidates.run, [self._profile.layers[layer] for layer in layers]
-        again = stage.recomputes(run) and stage.end < plan.num_layers  # at the last stage backwards follow at once
+        reruns = stage.recomputes(run) and stage.end < plan.num_layers  # at the last stage backwards follow at once
         units = len(stage.blocks) * plan.units.of_block if stage.blocks is not None else plan.units.per_step or 1
-        unit_seconds = sum((row.forward_seconds or 0.0) * (1 + again) + (row.backward_seconds or 0.0) for row in rows)
+        unit_seconds = sum((row.forward_seconds or 0.0) * (1 + reruns) + (row.backward_seconds or 0.0) for row in rows)
         return units * unit_seconds
 
     # -- cost of a layout ----------------------------------------------------------------------------------------------
@@ -541,8 +541,8 @@ class SmallMotion:
         headroom = Headroom.of(profile)
         limits: list[PlanRank] = []
         for seat, speed in zip(seats, speeds, strict=True):
-            beside = sum(placer.copy_bytes[layer] for layer in copies.get(seat.member, ()))
-            room = headroom.usable(seat.capacity or NO_LIMIT) - beside
+            copied_bytes = sum(placer.copy_bytes[layer] for layer in copies.get(seat.member, ()))
+            room = headroom.usable(seat.capacity or NO_LIMIT) - copied_bytes
             limits.append(PlanRank(capacity_bytes=max(1, headroom.device(max(0, room))), speed=speed))
         held = with_beside(profile, candidates.beside or [0] * profile.num_layers)
         tight = judged(held, dataclasses.replace(plan, ranks=tuple(limits)), candidates.run, tier=placer.tier)

@@ -296,8 +296,8 @@ def _range(profile: Profile, choice: VariantChoice, name: str) -> str:
 def _gain(choice: VariantChoice) -> str:
     plan, plain = choice.plan, choice.plain
     if plain.fits is False and plan.fits is not False:
-        lack = 0 if plain.shortfall is None else plain.shortfall.bytes
-        return f"it fits, and without them the best plan lacks {format_bytes(lack)}"
+        lacking_bytes = 0 if plain.shortfall is None else plain.shortfall.bytes
+        return f"it fits, and without them the best plan lacks {format_bytes(lacking_bytes)}"
     if plan.fits is False:
         needs, before = (format_bytes(candidate.peak_bytes or 0) for candidate in (plan, plain))
         return f"the largest rank needs {needs} instead of {before}"

@@ -166,9 +166,9 @@ class PipelineWork(Work):
         setup, minibatch = self.setup, self.setup.feed().minibatch(1)
         one_microbatch = dataclasses.replace(minibatch, inputs=minibatch.inputs[:1])
         options = dataclasses.replace(setup.options, num_microbatches=1, num_blocks=1)
-        alone = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
+        lone_communicator = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
         layout = Layout.pipelines((0,), len(self.chain))
-        engine = self._engine(layout, options, alone, Ready(self._table, layers={}))
+        engine = self._engine(layout, options, lone_communicator, Ready(self._table, layers={}))
         inputs = {name: tensor.to(self.device) for name, tensor in setup.source.load(minibatch, 0).items()}
         with contextlib.suppress(StepRefused):
             train_step(engine, 1, one_microbatch, lambda microbatch: inputs)

@@ -83,15 +83,15 @@ class NoticePolicy:
     def _event(self, notice: Notice, member: Member, state: State) -> m.ProtocolEvent:
         if notice.kind is Kind.HINT:
             return m.Hint(("leave", member))
-        late, alone = self._is_late(notice, member, state), False
+        late, save = self._is_late(notice, member, state), False
         if late:
             changes = state.wishes.changes | {("leave", member)}
             layout, stay = state.roles.layout, stay_with(state.record, changes)
             # the remaining members do not hold all layers: a checkpoint must come first
-            alone = layout is not None and bool(stay) and not layout.covers(stay)
+            save = layout is not None and bool(stay) and not layout.covers(stay)
             if member == self._me:
                 self._gave_up = state.record.number
-        return m.Wished(("leave", member), urgent=late or notice.kind is Kind.NOW, save=alone)
+        return m.Wished(("leave", member), urgent=late or notice.kind is Kind.NOW, save=save)
 
     def _is_late(self, notice: Notice, member: Member, state: State) -> bool:
         """True where the deadline comes before the member's layers can have moved."""

@@ -197,7 +197,7 @@ class _Content:
     def _entries(self, start: int, seconds: float) -> tuple[list[str], int]:
         """Entries from `start` on, as many as fit into one answer, and the length of the log."""
 
-        def found() -> tuple[list[str], int]:
+        def batch() -> tuple[list[str], int]:
             texts, size = [], 0
             for text in self._log[start : start + _BATCH_ENTRIES]:
                 texts.append(text)
@@ -207,7 +207,7 @@ class _Content:
             return texts, len(self._log)
 
         empty: tuple[list[str], int] = ([], len(self._log))
-        return self._when(lambda: len(self._log) if start >= len(self._log) else None, found, seconds) or empty
+        return self._when(lambda: len(self._log) if start >= len(self._log) else None, batch, seconds) or empty
 
     def _when(self, lacking: Callable[[], str | int | None], ready: Callable[[], Any], seconds: float) -> Any:
         """Result of `ready()` as soon as `lacking()`, the key or entry to wait for, is None; None after `seconds`."""
