@@ -20,7 +20,7 @@ from varuna_capslog.base.connection import (
     Connection,
     Forged,
     NotTrusted,
-    accepted,
+    check_reply,
     dial,
     server_hello,
 )
@@ -193,7 +193,7 @@ def test_a_proof_that_was_seen_before_opens_nothing(served):
         nonce = line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
         own_nonce = bytes(32)
         proof = own_nonce + trust.proof(KEY, nonce, own_nonce)
-        assert accepted(KEY, nonce, proof) is not None
+        assert check_reply(KEY, nonce, proof) is not None
         line.sendall(proof)
         served.inside.get(timeout=20)
     with served.knock() as line:

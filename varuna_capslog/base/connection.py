@@ -34,7 +34,7 @@ __all__ = [
     "Connection",
     "Forged",
     "NotTrusted",
-    "accepted",
+    "check_reply",
     "dial",
     "proof",
     "server_hello",
@@ -212,7 +212,7 @@ def proof(key: bytes, challenge_bytes: bytes, nonce: bytes) -> bytes:
     return _code(key, b"caller", challenge_bytes + nonce)
 
 
-def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, bytes, bytes] | None:
+def check_reply(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, bytes, bytes] | None:
     """Check `reply` (`PROOF_BYTES`: the caller's fresh nonce and code) on the accepting side. Returns our own proof,
     and the keys for sent and for received records; None where the caller does not know the key.
     """
@@ -405,7 +405,7 @@ class AuthenticatedListener:
         caller.proof += part
         if part and len(caller.proof) < PROOF_BYTES:
             return
-        answer = accepted(self._key, caller.hello, bytes(caller.proof)) if part else None
+        answer = check_reply(self._key, caller.hello, bytes(caller.proof)) if part else None
         if answer is None:
             self._dismiss(line)
             return

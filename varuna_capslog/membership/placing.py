@@ -545,15 +545,15 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
 
 def describe_reserves(reserve_of: Mapping[Member, Reserve]) -> str:
     """Sentence on the bytes that protection takes: on the rank with most of them, and on all ranks together."""
-    most = max(reserve_of.values(), key=sum)
-    parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
-    if most.copies:
-        parts.append(f"{format_bytes(most.copies)} for copies of others'")
-    if most.updates:
-        parts.append(f"{format_bytes(most.updates)} for their gradients")
+    largest_reserve = max(reserve_of.values(), key=sum)
+    parts = [f"{format_bytes(largest_reserve.snapshot)} for its own layers at the last boundary"]
+    if largest_reserve.copies:
+        parts.append(f"{format_bytes(largest_reserve.copies)} for copies of others'")
+    if largest_reserve.updates:
+        parts.append(f"{format_bytes(largest_reserve.updates)} for their gradients")
     total = sum(map(sum, reserve_of.values()))
     return (
-        f"protection takes up to {format_bytes(sum(most))} of a rank's memory on the device beside training "
+        f"protection takes up to {format_bytes(sum(largest_reserve))} of a rank's memory on the device beside training "
         f"({', '.join(parts)}), {format_bytes(total)} over {len(reserve_of)} rank(s)"
     )
 

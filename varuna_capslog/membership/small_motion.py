@@ -362,10 +362,10 @@ class SmallMotion:
             event_fields = {**cuts.event_fields, "pause_seconds": pause}
             return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": event_fields})
         scale = 1.0
-        if loss.step_seconds and (planned := self._played(plan)):
+        if loss.step_seconds and (planned := self._simulated_seconds(plan)):
             scale = loss.step_seconds / planned
         cuts = self._way(loss, layout, self.step_seconds(layout), scale)
-        small = self._best(loss, plan, cuts, rate, scale)
+        small = self._best_motion(loss, plan, cuts, rate, scale)
         back = share_of_sole_holders(layout, loss.before, remaining) * loss.back_seconds
         lost = expected_loss(pause, 0.0, 1.0, 0.0, loss.gap_seconds, back)
         cuts = dataclasses.replace(cuts, lost_seconds=lost)
@@ -388,7 +388,7 @@ class SmallMotion:
 
     def step_seconds(self, layout: MemberLayout) -> float | None:
         """Simulated step seconds of a layout's plan at its devices' speeds; None where it cannot be simulated."""
-        return None if layout.plan is None else self._played(layout.plan)
+        return None if layout.plan is None else self._simulated_seconds(layout.plan)
 
     def _choice(self, cuts: _Costed, small: _Costed | None) -> tuple[bool, str]:
         if small is None:
@@ -403,7 +403,7 @@ class SmallMotion:
 
     # -- the small motion ----------------------------------------------------------------------------------------------
 
-    def _best(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> _Costed | None:
+    def _best_motion(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> _Costed | None:
         """Small motion with the least expected loss of those that fit the devices; None where none fits."""
         candidates: list[_Costed] = []
         for handed_out in self._handed_out(loss, plan, cuts, rate, scale):
@@ -414,14 +414,14 @@ class SmallMotion:
                 continue
             layout = MemberLayout.of_plan(fitting, loss.remaining, copies)
             way = self._way(loss, layout, fitting.step_seconds, scale)
-            candidates.append(self._weighed(loss, way, cuts, rate))
+            candidates.append(self._with_lost_seconds(loss, way, cuts, rate))
             if len(candidates) >= _PLAYED:
                 break
         order = enumerate(candidates)
         key = lambda entry: (entry[1].lost_seconds or 0.0, entry[1].traffic.bytes, entry[0])  # noqa: E731
         return min(order, key=key)[1] if candidates else None
 
-    def _weighed(self, loss: Loss, way: _Costed, cuts: _Costed, rate: float) -> _Costed:
+    def _with_lost_seconds(self, loss: Loss, way: _Costed, cuts: _Costed, rate: float) -> _Costed:
         if way.step_seconds is None or cuts.step_seconds is None:
             return way
         follow = traffic_of(way.layout, cuts.layout, loss.remaining, self._placer.layer_bytes)
@@ -512,32 +512,32 @@ class SmallMotion:
         traffic = traffic_of(loss.before, layout, loss.remaining, self._placer.layer_bytes)
         return _Costed(layout, traffic, None if seconds is None else scale * seconds)
 
-    def _played(self, plan: Plan) -> float | None:
+    def _simulated_seconds(self, plan: Plan) -> float | None:
         """Simulated seconds of a step; None where it cannot be simulated."""
         if self._profile is None:
             return None
         candidates = self._placer.candidates
         ranks = tuple(PlanRank(speed=plan.speed_of(rank)) for rank in range(plan.num_ranks))
-        shown = dataclasses.replace(plan, ranks=ranks, fits=None, shortfall=None, profile_digest=None)
+        timed_plan = dataclasses.replace(plan, ranks=ranks, fits=None, shortfall=None, profile_digest=None)
         try:
             run = candidates.run
-            return play(self._profile, shown, None, None, run.recompute, run, candidates.link).step_seconds
+            return play(self._profile, timed_plan, None, None, run.recompute, run, candidates.link).step_seconds
         except CapslogError:
             return None
 
     def _fitting(self, plan: Plan, seats: Sequence[Seat], copies: Mapping[Member, tuple[int, ...]]) -> Plan | None:
         """Plan with the bytes of its ranks, if each device has room for them, snapshots and these copies; else None."""
         placer, speeds = self._placer, [None if seat.speed == 1.0 else seat.speed for seat in seats]
-        shown = plan
+        timed_plan = plan
         if any(speeds):
-            shown = dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds))
-        seconds = self._played(shown)
+            timed_plan = dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds))
+        seconds = self._simulated_seconds(timed_plan)
         if self._profile is not None and seconds is None:
             return None
-        shown = dataclasses.replace(shown, step_seconds=seconds)
+        timed_plan = dataclasses.replace(timed_plan, step_seconds=seconds)
         candidates, profile = placer.candidates, placer.candidates.profile
         if not candidates.described or profile is None or not any(seat.capacity for seat in seats):
-            return shown
+            return timed_plan
         headroom = Headroom.of(profile)
         limits: list[PlanRank] = []
         for seat, speed in zip(seats, speeds, strict=True):

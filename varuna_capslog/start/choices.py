@@ -71,8 +71,8 @@ def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
     before = folder / "config.yaml"
     goes_on = resume != "never" and os.path.isfile(before)  # False, too, for an invalid path
     goes_on = goes_on and (any((folder / "checkpoints").glob("step-*")) or (folder / "held").exists())
-    kept = load_config(before).train.model_dump(mode="json") if goes_on else None
-    line = fill_own_train(values, lambda split: _samples(values, split), kept)
+    train_before = load_config(before).train.model_dump(mode="json") if goes_on else None
+    line = fill_own_train(values, lambda split: _samples(values, split), train_before)
     if line is not None:
         say(line)
 

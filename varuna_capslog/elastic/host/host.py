@@ -78,7 +78,7 @@ class Host:
 
     def stop(self) -> None:
         """Ask the workers to stop at the next boundary, as Ctrl-C does; called again, kill them."""
-        self._calls.put(self._signalled)
+        self._calls.put(self._stop_workers)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Host:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.unlink(missing_ok=True)  # a notice that was meant for an earlier run
             sources = auto_sources(self.link.name, file=file)
-        return Gathering(sources, lambda announcement: self._calls.put(partial(self._announced, announcement)))
+        return Gathering(sources, lambda announcement: self._calls.put(partial(self._take_announcement, announcement)))
 
     def _is_over(self) -> bool:
         if self.workers.living() or self._settling:
@@ -235,7 +235,7 @@ class Host:
         self.options.say(f"all {len(lost.members)} member(s) are lost; whoever comes goes on from the last checkpoint")
         self.link.write_generation(lost.number, lost.parked(self.roster.checkpoint))
 
-    def _announced(self, announcement: Announcement) -> None:
+    def _take_announcement(self, announcement: Announcement) -> None:
         notice = announcement.of(self.link.name)
         if notice is None:
             return
@@ -260,7 +260,7 @@ class Host:
                 self.link.tell(entries.DeadEntry(member, why, self.link.name, "host"))
         self.link.tell(entries.HostsEntry(host, "lost"))
 
-    def _signalled(self) -> None:
+    def _stop_workers(self) -> None:
         self._stop_requests += 1
         if self._stop_requests == 1:
             self.options.say("stopping at the end of this step; Ctrl-C again kills the workers at once")

@@ -69,7 +69,7 @@ class HostStore:
     Args:
         roster: content of the log so far; updated by the host.
         take_entry: called in the host's thread with every entry of the log.
-        silent: called in the host's thread with the name of a host without a sign of life, and the reason.
+        host_silent: called in the host's thread with the name of a host without a sign of life, and the reason.
         later: queues a function for the host's thread; may be called in any thread.
 
     Attributes:
@@ -86,7 +86,7 @@ class HostStore:
         options: HostOptions,
         roster: Roster,
         take_entry: Callable[[dict[str, Any]], None],
-        silent: Callable[[str, str], None],
+        host_silent: Callable[[str, str], None],
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         self.address = options.store or options.serve_at
@@ -94,7 +94,7 @@ class HostStore:
         self.answers = True
         self.ends_with_us = False
         self._options, self._roster = options, roster
-        self._take_entry, self._silent, self._later = take_entry, silent, later
+        self._take_entry, self._host_silent, self._later = take_entry, host_silent, later
         self._untold: list[Entry] = []
         self._offset = 0  # generation n of the store is n + offset in the run's files
         self._noticed: dict[Member, bool] = {}  # member -> urgent
@@ -301,9 +301,9 @@ class HostStore:
                 if away or peer not in changed or sign != signs[peer]:
                     signs[peer], changed[peer] = sign, now
                 elif now - changed[peer] > seconds:
-                    self._later(partial(self._silent, peer, f"does not answer for {seconds:g} s"))
+                    self._later(partial(self._host_silent, peer, f"does not answer for {seconds:g} s"))
                 elif sign is not None and sign.endswith(ENDED):
-                    self._later(partial(self._silent, peer, "has ended: its connection to the store was closed"))
+                    self._later(partial(self._host_silent, peer, "has ended: its connection to the store was closed"))
             for gone in set(changed) - set(host_signs):
                 del signs[gone], changed[gone]
             older = max(map(age_of, host_signs.values()), default=0.0)

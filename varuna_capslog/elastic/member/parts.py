@@ -229,7 +229,7 @@ class Incoming:
             case "met":
                 return True
             case "plan":
-                self._parts.proposals.heard(message.header["members"], message.header["plan"])
+                self._parts.proposals.record(message.header["members"], message.header["plan"])
                 return True
             case "ahead":
                 self._parts.work.learn(message.header["found"])

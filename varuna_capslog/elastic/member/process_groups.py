@@ -197,7 +197,7 @@ class Proposals:
             self._peers.send(member, "plan", generation=record.number, members=members, plan=text)
         return True
 
-    def heard(self, members: Sequence[Member], plan: Any) -> None:
+    def record(self, members: Sequence[Member], plan: Any) -> None:
         """Record a plan that the first voter has sent. Raises CapslogError for a text that is no plan."""
         self.known[tuple(members)] = None if plan is None else Plan.from_json(plan, "the plan of the next generation")
 

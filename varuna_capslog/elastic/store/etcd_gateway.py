@@ -40,14 +40,14 @@ class Names:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[str, Sequence[str]] = {}
+        self._addresses: dict[str, Sequence[str]] = {}
         self._renewing: set[str] = set()
 
     def addresses(self, host: str) -> Sequence[str]:
         """Return the addresses of a host; only the first call waits for the name server. Raises OSError."""
-        addresses = self._known.get(host)
+        addresses = self._addresses.get(host)
         if addresses is None:
-            addresses = self._known[host] = _ask(host)
+            addresses = self._addresses[host] = _ask(host)
         return addresses
 
     def doubt(self, host: str) -> None:
@@ -61,7 +61,7 @@ class Names:
     def _renew(self, host: str) -> None:
         try:
             with contextlib.suppress(OSError):
-                self._known[host] = _ask(host)
+                self._addresses[host] = _ask(host)
         finally:
             with self._lock:
                 self._renewing.discard(host)
