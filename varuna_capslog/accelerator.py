@@ -52,7 +52,7 @@ def why_unusable(kind: str) -> str | None:
     if built is None or built.type != kind:
         return f"torch {torch.__version__} was built for {'the CPU alone' if built is None else built.type}"
     try:
-        _asked(kind, "init")
+        _call_torch(kind, "init")
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0].split(". ")[0]
     return "torch sees none"
@@ -74,7 +74,7 @@ def select(device: torch.device) -> None:
 
 def device_name(kind: str) -> str:
     """Manufacturer's name of the accelerator of this type; the type itself where torch does not know it."""
-    return str(_asked(kind, "get_device_name") or kind)
+    return str(_call_torch(kind, "get_device_name") or kind)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def device_name(kind: str) -> str:
 
 def total_bytes(device: torch.device) -> int:
     """Total bytes of an accelerator. The query allocates no memory there, since its callers run nothing on it."""
-    properties = _asked(device.type, "get_device_properties", device.index)
+    properties = _call_torch(device.type, "get_device_properties", device.index)
     return int(getattr(properties, "total_memory", None) or memory_info(device)[1])
 
 
@@ -160,7 +160,7 @@ def seed(device: torch.device, value: int) -> None:
 
 def random_state(device: torch.device) -> Tensor:
     """State of a device's default generator."""
-    state: Tensor = torch.get_rng_state() if device.type == "cpu" else _asked(device.type, "get_rng_state", device)
+    state: Tensor = torch.get_rng_state() if device.type == "cpu" else _call_torch(device.type, "get_rng_state", device)
     return state
 
 
@@ -169,10 +169,10 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
-        _asked(device.type, "set_rng_state", state, device)
+        _call_torch(device.type, "set_rng_state", state, device)
 
 
-def _asked(kind: str, function: str, *arguments: Any) -> Any:
+def _call_torch(kind: str, function: str, *arguments: Any) -> Any:
     """Result of a function in torch's module for a type, such as `torch.xpu`; None where the module lacks it."""
-    ask = getattr(torch.get_device_module(kind), function, None)
-    return None if ask is None else ask(*arguments)
+    module_function = getattr(torch.get_device_module(kind), function, None)
+    return None if module_function is None else module_function(*arguments)

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str], work: type[PipelineWork] | None = None, obser
             super().apply(step)
             os.write(file, f"{self._begun[0]} {step} {time.monotonic():.6f}\n".encode())
 
-    return worker.main(arguments[:1], worker.Equipment(work=Marked, observer=observer))
+    return worker.main(arguments[:1], worker.MemberParts(work=Marked, observer=observer))
 
 
 class Live:

@@ -107,4 +107,4 @@ def work(arguments: Sequence[str]) -> int:
             super().apply(step)
             log.kept(step, self._attempt())
 
-    return member_worker.main(arguments[:1], member_worker.Equipment(work=Logged))
+    return member_worker.main(arguments[:1], member_worker.MemberParts(work=Logged))

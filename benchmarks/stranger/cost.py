@@ -81,7 +81,7 @@ def main() -> None:
         print(f"{name}: {1e3 * seconds / (SIZE >> 20):.2f} ms of processor time for 1 MiB sent and received")
     key, inside = b"k" * 32, queue.SimpleQueue()
     listener = socket.create_server(("127.0.0.1", 0))
-    door = AuthenticatedListener(listener, key, inside.put, logged)
+    authenticator = AuthenticatedListener(listener, key, inside.put, logged)
     port = listener.getsockname()[1]
 
     def open_one() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
         inside.get().close()
 
     print(f"a connection, opened by both sides: {median(lambda: each(200, open_one), 1e3):.2f} ms of processor time")
-    door.close()
+    authenticator.close()
     secret = Secret.new()
     server = StoreServer(secret)
     own_store = OwnMembershipStore("127.0.0.1", server.port, secret)

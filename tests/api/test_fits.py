@@ -177,8 +177,8 @@ def test_cards_of_which_as_many_would_do_are_those_that_share_the_load_of_unequa
 
 def test_a_search_is_told_how_much_is_lacking() -> None:
     small, large = fit(1 << 20), fit(1 << 30)
-    assert small._answer.question.lack() == -min(small.memory.margins) > 0
-    assert -(1 << 30) < large._answer.question.lack() <= -min(large.memory.margins) < -(1 << 29)
+    assert small._answer.question.lacking_bytes() == -min(small.memory.margins) > 0
+    assert -(1 << 30) < large._answer.question.lacking_bytes() <= -min(large.memory.margins) < -(1 << 29)
 
 
 @pytest.mark.parametrize(

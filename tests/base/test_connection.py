@@ -14,13 +14,13 @@ import pytest
 
 from varuna_capslog.base import connection as trust
 from varuna_capslog.base.connection import (
-    GUESTS,
     MAX_RECORD,
+    MOST_UNPROVED,
     AuthenticatedListener,
     Connection,
     Forged,
     NotTrusted,
-    accepted,
+    check_reply,
     dial,
     server_hello,
 )
@@ -44,14 +44,14 @@ def joined() -> tuple[Connection, socket.socket, Connection, socket.socket]:
 
 
 class Served:
-    """A door and the connections that it accepted."""
+    """A listener and the connections that it accepted."""
 
     def __init__(self, key=KEY):
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = listener.getsockname()[1]
         self.inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self.ends: list[CapslogError] = []
-        self.door = AuthenticatedListener(listener, key, self.inside.put, self.ends.append)
+        self.listener = AuthenticatedListener(listener, key, self.inside.put, self.ends.append)
 
     def knock(self):
         return socket.create_connection(("127.0.0.1", self.port), 5.0)
@@ -61,7 +61,7 @@ class Served:
 def served():
     server = Served()
     yield server
-    server.door.close()
+    server.listener.close()
 
 
 def ended(line: socket.socket) -> bool:
@@ -193,7 +193,7 @@ def test_a_proof_that_was_seen_before_opens_nothing(served):
         nonce = line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
         own_nonce = bytes(32)
         proof = own_nonce + trust.proof(KEY, nonce, own_nonce)
-        assert accepted(KEY, nonce, proof) is not None
+        assert check_reply(KEY, nonce, proof) is not None
         line.sendall(proof)
         served.inside.get(timeout=20)
     with served.knock() as line:
@@ -230,7 +230,7 @@ def test_a_crowd_of_strangers_costs_no_thread_and_few_descriptors_and_friends_co
     served.inside.get(timeout=20).send([b"welcome"])
     assert friend.read(7) == b"welcome"
     assert threading.active_count() == threads
-    assert len(served.door._guests) <= GUESTS
+    assert len(served.listener._unproved) <= MOST_UNPROVED
     for line in strangers[:100]:
         line.settimeout(5.0)
         with contextlib.suppress(ConnectionResetError):
@@ -247,25 +247,25 @@ def test_a_stranger_that_says_nothing_is_dismissed(monkeypatch):
         line.settimeout(5.0)
         line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
         assert ended(line)
-    served.door.close()
+    served.listener.close()
 
 
-def test_a_door_that_is_closed_in_the_middle_is_tried_again(monkeypatch):
-    """A full door closes the oldest connection, which may belong to a trusted caller."""
+def test_a_listener_that_is_closed_in_the_middle_is_tried_again(monkeypatch):
+    """A full listener closes the oldest connection, which may belong to a trusted caller."""
     served, dismissed = Served(), []
     accept = AuthenticatedListener._accept
 
-    def crowded(door):
-        accept(door)
-        if len(dismissed) < 2 and door._guests:
+    def crowded(listener):
+        accept(listener)
+        if len(dismissed) < 2 and listener._unproved:
             dismissed.append(1)
-            door._dismiss(next(iter(door._guests)))
+            listener._dismiss(next(iter(listener._unproved)))
 
     monkeypatch.setattr(AuthenticatedListener, "_accept", crowded)
     dial("127.0.0.1", served.port, KEY, 5.0)
     served.inside.get(timeout=20)
     assert len(dismissed) == 2
-    served.door.close()
+    served.listener.close()
 
 
 def refused(connection):
@@ -273,25 +273,25 @@ def refused(connection):
 
 
 def test_a_caller_for_whom_there_is_no_thread_is_turned_away_and_the_next_one_comes_in(caplog):
-    """A single "can't start new thread" ended the door's thread: every later caller of the store was refused."""
+    """A single "can't start new thread" ended the listener's thread: every later caller of the store was refused."""
     served = Served()
-    served.door._admitted = refused
+    served.listener._admitted = refused
     first = dial("127.0.0.1", served.port, KEY, 5.0)
     assert ended(first._line)
     assert "a connection to door is closed: CapslogError: can't start new thread" in caplog.text
-    served.door._admitted = served.inside.put
+    served.listener._admitted = served.inside.put
     dial("127.0.0.1", served.port, KEY, 5.0)
     served.inside.get(timeout=20)
     assert served.ends == []
-    served.door.close()
+    served.listener.close()
 
 
-def test_a_door_that_fails_itself_says_so_and_is_closed(monkeypatch):
+def test_a_listener_that_fails_itself_says_so_and_is_closed(monkeypatch):
     served = Served()
-    monkeypatch.setattr(served.door, "_accept", lambda: {}["nobody expected this"])
-    with contextlib.suppress(ConnectionResetError):  # the door may be closed before the knock is answered
+    monkeypatch.setattr(served.listener, "_accept", lambda: {}["nobody expected this"])
+    with contextlib.suppress(ConnectionResetError):  # the listener may be closed before the knock is answered
         served.knock()
-    served.door._thread.join(5)
+    served.listener._thread.join(5)
     assert str(served.ends[0]).startswith("the thread door failed with KeyError: 'nobody expected this'")
     with pytest.raises((ConnectionRefusedError, ConnectionResetError)):
         served.knock()

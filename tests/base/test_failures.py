@@ -16,7 +16,7 @@ from varuna_capslog.base.errors import DiskFailed, PeerLost
 from varuna_capslog.base.failures import (
     CAUSES,
     Failure,
-    ended,
+    exit_failure,
     kind_of,
     loss_cause,
     read_failure,
@@ -96,11 +96,11 @@ def test_a_report_says_what_the_worker_was_lost_by(tmp_path: Path, error: Except
 )
 def test_an_end_without_a_report_says_it_too(tmp_path: Path, code: str, cause: str) -> None:
     status = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
-    assert loss_cause(ended(0, status, tmp_path / "no.log", 1.0)) == cause
+    assert loss_cause(exit_failure(0, status, tmp_path / "no.log", 1.0)) == cause
 
 
 def test_the_first_failure_that_is_no_consequence_is_the_cause() -> None:
     peer, exit_, defect = (Failure(rank, "x", kind, 5.0 - rank) for rank, kind in enumerate(("peer", "exit", "defect")))
     assert root_cause([peer, exit_, defect]) == defect
     assert root_cause([peer, exit_]) == exit_
-    assert "SIGKILL" in ended(0, -int(signal.SIGKILL), Path("none"), 0.0).sentence()
+    assert "SIGKILL" in exit_failure(0, -int(signal.SIGKILL), Path("none"), 0.0).sentence()

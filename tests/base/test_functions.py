@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from varuna_capslog.base.errors import ConfigError
-from varuna_capslog.base.functions import imported
+from varuna_capslog.base.functions import import_function
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def test_the_current_folder_is_searched_last(folder: Path) -> None:
     (folder / "users_functions.py").write_text("def workload(): return 3\n")
     for name in ("rich", "queue", "tomllib"):
         (folder / f"{name}.py").write_text("raise ImportError('the wrong one')\n")
-    assert imported("users_functions:workload", "workload")() == 3
+    assert import_function("users_functions:workload", "workload")() == 3
     assert sys.path[-1] == str(folder)
     for name in ("rich", "queue"):
         spec = PathFinder.find_spec(name)
@@ -42,4 +42,4 @@ def test_a_users_module_with_an_installed_name_is_refused(file: str, folder: Pat
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("def rgb_to_hls(): ...\n")
     with pytest.raises(ConfigError, match=f"comes before {file} of the current folder; rename yours"):
-        imported("colorsys:rgb_to_hls", "data.loss='colorsys:rgb_to_hls'")
+        import_function("colorsys:rgb_to_hls", "data.loss='colorsys:rgb_to_hls'")

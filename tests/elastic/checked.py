@@ -21,7 +21,7 @@ from tests.rig.drawing import DrawingWork
 from varuna_capslog.elastic.member import pipeline_work
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.membership.messages import ProtocolEvent
-from varuna_capslog.start.member_worker import Equipment
+from varuna_capslog.start.member_worker import MemberParts
 
 trace_tiny(models.build_chain(), 2)
 
@@ -83,4 +83,4 @@ def main(arguments: Sequence[str]) -> int:
         for name in ("fsync", "replace", "rename"):
             setattr(os, name, slowed(getattr(os, name), "disk", disk))
     pipeline_work.ShapeTable = SharedShapes  # type: ignore[misc]
-    return faults.main(arguments, equipment=Equipment(work=DrawingWork, runtime=CheckedRuntime))
+    return faults.main(arguments, parts=MemberParts(work=DrawingWork, runtime=CheckedRuntime))

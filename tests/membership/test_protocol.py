@@ -174,7 +174,7 @@ def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
     assert group.states[2].phase is Phase.SERVE
     group.install()
     group.train(1)
-    assert group.said(0, m.Bid) == [m.Bid(2, ("m2",))]
+    assert group.said(0, m.LetLeave) == [m.LetLeave(2, ("m2",))]
     group.feed(2, m.Farewell(2))
     assert group.said(2, m.Release)
     assert group.states[0].at == Stamp(4, 2)

@@ -26,10 +26,10 @@ from varuna_capslog.membership.small_motion import (
     among,
     bare,
     expected_loss,
-    exposed,
     follows_a_loss,
-    given,
+    give_stage,
     kept_copies,
+    share_of_sole_holders,
     traffic_of,
     ways_to_give,
 )
@@ -76,9 +76,9 @@ def holders(layout: MemberLayout, members: Sequence[str]) -> list[set[str]]:
 def after(loss: Loss, choice: Weighed | None) -> MemberLayout:
     """The layout that a record with this choice leads to."""
     assert choice is not None
-    assert choice.plan is not None, choice.told
+    assert choice.plan is not None, choice.event_fields
     assert choice.copies is not None
-    return MemberLayout.of_plan(choice.plan, loss.left, choice.copies)
+    return MemberLayout.of_plan(choice.plan, loss.remaining, choice.copies)
 
 
 def drawn(dice: random.Random, seconds: bool = True) -> tuple[Placer, list[Seat], list[int]]:
@@ -111,26 +111,26 @@ def test_whoever_is_lost_every_layer_is_owned_as_often_as_before_and_nobody_give
         for layer in range(layout.num_layers):
             serving = [stage.blocks or range(blocks) for stage in choice.plan.stages if layer in stage.numbers]
             assert sorted(itertools.chain(*serving)) == list(range(blocks))
-        for member in loss.left:
+        for member in loss.remaining:
             assert set(loss.before.holds(member)) <= set(layout.holds(member))
-        assert set(loss.before.owned.get(loss.left[0], ())) <= set(layout.owned.get(loss.left[0], ()))
+        assert set(loss.before.owned.get(loss.remaining[0], ())) <= set(layout.owned.get(loss.remaining[0], ()))
         # members keep the layers that they had, so redundancy shrinks by the losses that occurred and no more
-        for before, now in zip(holders(loss.before, loss.left), holders(layout, loss.left), strict=True):
+        for before, now in zip(holders(loss.before, loss.remaining), holders(layout, loss.remaining), strict=True):
             assert before <= now
         new = layout_of(placer, loss.seats)
         sizes = placer.layer_bytes
-        costs = choice.told["small_motion"]
+        costs = choice.event_fields["small_motion"]
         assert costs["copied_bytes"] == 0
         assert costs["moved_bytes"] == sum(
             sizes[layer]
-            for member in loss.left
+            for member in loss.remaining
             for layer in layout.owned.get(member, ())
             if layer not in loss.before.holds(member)
         )
         # the next change restores all copies that a generation of these members has
-        follow = traffic_of(layout, new, loss.left, sizes)
+        follow = traffic_of(layout, new, loss.remaining, sizes)
         lacking = {
-            (member, layer) for member in loss.left for layer in new.holds(member) if layer not in layout.holds(member)
+            (member, layer) for member in loss.remaining for layer in {*new.holds(member)} - {*layout.holds(member)}
         }
         assert {(move.target, move.layer) for move in (*follow.moves, *follow.copies)} == lacking
     assert motions > 50
@@ -138,7 +138,7 @@ def test_whoever_is_lost_every_layer_is_owned_as_often_as_before_and_nobody_give
 
 def assignments(loss: Loss, sizes: Sequence[int]) -> int:
     """Return the fewest bytes that move where each lost layer may go to any member. All assignments are tried."""
-    owned = {layer for member in loss.left for layer in loss.before.owned.get(member, ())}
+    owned = {layer for member in loss.remaining for layer in loss.before.owned.get(member, ())}
     lost = [layer for layer in range(loss.before.num_layers) if layer not in owned]
     return min(
         (
@@ -147,7 +147,7 @@ def assignments(loss: Loss, sizes: Sequence[int]) -> int:
                 for layer, target in zip(lost, targets, strict=True)
                 if layer not in loss.before.holds(target)
             )
-            for targets in itertools.product(loss.left, repeat=len(lost))
+            for targets in itertools.product(loss.remaining, repeat=len(lost))
         ),
         default=0,
     )
@@ -161,7 +161,7 @@ def test_without_seconds_no_way_to_hand_out_the_lost_layers_moves_fewer_bytes() 
         choice = SmallMotion(placer, "always").weigh(loss)
         assert choice is not None
         if choice.plan is not None and len(loss.before.owned.get(seats[gone[0]].member, ())) <= 4:
-            assert choice.told["small_motion"]["moved_bytes"] == assignments(loss, placer.layer_bytes)
+            assert choice.event_fields["small_motion"]["moved_bytes"] == assignments(loss, placer.layer_bytes)
             compared += 1
     assert compared > 60
 
@@ -178,8 +178,8 @@ def test_no_rank_holds_more_than_its_device_has() -> None:
         if choice is None:  # no plan for the remaining members
             continue
         if choice.plan is None:
-            assert choice.told["chosen"] == "new cuts"
-            assert "room" in choice.told["why"]
+            assert choice.event_fields["chosen"] == "new cuts"
+            assert "room" in choice.event_fields["why"]
             refused += 1
             continue
         planned += 1
@@ -197,10 +197,10 @@ def test_the_choice_follows_the_seconds_that_each_way_loses() -> None:
         choice = SmallMotion(placer).weigh(loss_of(placer, seats, [1], rate=rate, step_seconds=1.0))
         assert choice is not None
         chosen.append(choice.plan is not None)
-        if "small_motion" in choice.told:
-            lost = [choice.told[way]["lost_seconds"] for way in ("small_motion", "new_cuts")]
+        if "small_motion" in choice.event_fields:
+            lost = [choice.event_fields[way]["lost_seconds"] for way in ("small_motion", "new_cuts")]
             assert (lost[0] < lost[1]) == chosen[-1]
-            assert choice.told["chosen"] == ("small motion" if chosen[-1] else "new cuts")
+            assert choice.event_fields["chosen"] == ("small motion" if chosen[-1] else "new cuts")
     assert chosen[0]
     assert not chosen[-1]
     assert chosen == sorted(chosen, reverse=True)
@@ -215,11 +215,11 @@ def test_a_run_far_from_its_last_checkpoint_does_not_stay_with_single_holders_fo
         loss = loss_of(placer, seats, [1], rate=10.0, step_seconds=1.0, back_seconds=back)
         choice = SmallMotion(placer).weigh(loss)
         assert choice is not None
-        lost.append((choice.plan is not None, choice.told["small_motion"]["lost_seconds"]))
+        lost.append((choice.plan is not None, choice.event_fields["small_motion"]["lost_seconds"]))
         copied = loss.before.copied
-        alone = {owner for owner in loss.left if set(loss.before.owned.get(owner, ())) & set(copied.get("m1", ()))}
-        alone |= {holder for holder in loss.left if set(copied.get(holder, ())) & set(loss.before.owned["m1"])}
-        assert exposed(loss.before, loss.before, loss.left) == len(alone) / 3
+        alone = {owner for owner in loss.remaining if set(loss.before.owned.get(owner, ())) & set(copied.get("m1", ()))}
+        alone |= {holder for holder in loss.remaining if set(copied.get(holder, ())) & set(loss.before.owned["m1"])}
+        assert share_of_sole_holders(loss.before, loss.before, loss.remaining) == len(alone) / 3
     assert [small for small, _ in lost] == [True, False]
     assert lost[1][1] > lost[0][1] + 1000
 
@@ -230,8 +230,8 @@ def test_without_seconds_a_run_hands_out_only_where_it_is_told_to() -> None:
     choice = SmallMotion(placer).weigh(loss)
     assert choice is not None
     assert choice.plan is None
-    assert "seconds" in choice.told["why"]
-    assert after(loss, SmallMotion(placer, "always").weigh(loss)).covers(loss.left)
+    assert "seconds" in choice.event_fields["why"]
+    assert after(loss, SmallMotion(placer, "always").weigh(loss)).covers(loss.remaining)
 
 
 def test_layers_that_nobody_holds_any_more_leave_nothing_to_choose() -> None:
@@ -266,15 +266,15 @@ def test_stages_that_a_rank_continues_are_joined_and_others_stand_beside_its_own
         assert changed is not None
         return [(stage.layers, stage.rank) for stage in changed.stages]
 
-    assert shape(given(plan, 1, ((3, 6, 0),))) == [(((0, 6),), 0), (((6, 9),), 2)]
-    assert shape(given(plan, 1, ((3, 4, 0), (4, 6, 2)))) == [(((0, 4),), 0), (((4, 9),), 2)]
-    assert shape(given(plan, 1, ((3, 4, 2), (4, 6, 0)))) == [
+    assert shape(give_stage(plan, 1, ((3, 6, 0),))) == [(((0, 6),), 0), (((6, 9),), 2)]
+    assert shape(give_stage(plan, 1, ((3, 4, 0), (4, 6, 2)))) == [(((0, 4),), 0), (((4, 9),), 2)]
+    assert shape(give_stage(plan, 1, ((3, 4, 2), (4, 6, 0)))) == [
         (((0, 3),), 0),
         (((3, 4),), 2),
         (((4, 6),), 0),
         (((6, 9),), 2),
     ]
-    assert shape(given(plan, 0, ((0, 3, 2),))) == [(((0, 3),), 2), (((3, 6),), 1), (((6, 9),), 2)]
+    assert shape(give_stage(plan, 0, ((0, 3, 2),))) == [(((0, 3),), 2), (((3, 6),), 1), (((6, 9),), 2)]
     assert shape(among(plan, {0: 2, 1: 0, 2: 1}))[0][1] == 2
     assert len(list(ways_to_give(plan, 1, [0, 2]))) == 2 + 2 * 2
 
@@ -284,10 +284,10 @@ def test_a_replica_takes_over_the_blocks_of_a_lost_one() -> None:
     both = [stage(0, 2, 0, (0,)), stage(2, 4, 1, (0,)), stage(0, 2, 2, (1,)), stage(2, 4, 3, (1,))]
     plan = bare(Plan(4, tuple(both), Units(2, 1, 2), "1f1b"))
     assert plan is not None
-    changed = given(plan, 3, ((2, 4, 1),))
+    changed = give_stage(plan, 3, ((2, 4, 1),))
     assert changed is not None
     assert [(stage.rank, stage.blocks) for stage in changed.stages] == [(0, (0,)), (1, (0, 1)), (2, (1,))]
-    assert given(plan, 3, ((2, 3, 1), (3, 4, 0))) is None  # rank 1 holds layer 2 already
+    assert give_stage(plan, 3, ((2, 3, 1), (3, 4, 0))) is None  # rank 1 holds layer 2 already
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
@@ -309,15 +309,15 @@ def test_the_record_carries_the_copies_and_all_members_take_them() -> None:
     choice = SmallMotion(placer, "always").weigh(loss)
     assert choice is not None
     first = Generation(1, loss.members)
-    record = first.successor(loss.left, (), Stamp(0, 0), reached=3)
-    record = dataclasses.replace(record, plan=choice.plan, copies=choice.copies, motion=choice.told)
+    record = first.successor(loss.remaining, (), Stamp(0, 0), reached=3)
+    record = dataclasses.replace(record, plan=choice.plan, copies=choice.copies, motion=choice.event_fields)
     assert Generation.from_json(record.to_json()) == record
-    outcome = decided(record, {member: loss.before.holds(member) for member in loss.left}, placer)
+    outcome = decided(record, {member: loss.before.holds(member) for member in loss.remaining}, placer)
     assert outcome.layout == dataclasses.replace(after(loss, choice), problem=outcome.layout and outcome.layout.problem)
     assert outcome.layout is not None
     assert outcome.layout.problem is not None
-    assert sum(move.bytes for move in outcome.moves) == choice.told["small_motion"]["moved_bytes"]
-    assert kept_copies(loss.before, outcome.layout.owned, loss.left) == choice.copies
+    assert sum(move.bytes for move in outcome.moves) == choice.event_fields["small_motion"]["moved_bytes"]
+    assert kept_copies(loss.before, outcome.layout.owned, loss.remaining) == choice.copies
 
 
 @pytest.mark.parametrize("copies", [[1], {"m0": "x"}, {"m0": [-1]}])

@@ -28,7 +28,7 @@ from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.schedules.lower import Instruction
 from varuna_capslog.start import member_worker as worker
-from varuna_capslog.start.member_worker import Equipment
+from varuna_capslog.start.member_worker import MemberParts
 
 __all__ = [
     "VARIABLE",
@@ -227,7 +227,7 @@ class Instructions(Slowness):
 
 
 def main(
-    arguments: Sequence[str], environment: Mapping[str, str] | None = None, equipment: Equipment | None = None
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, parts: MemberParts | None = None
 ) -> int:
     """Entry of a member with the faults of the variable; otherwise as `worker.main`."""
     variables = os.environ if environment is None else environment
@@ -235,5 +235,5 @@ def main(
     folder, member = Path(arguments[0]) / "faults", variables["CAPSLOG_MEMBER"]
     probe = prober(faults, member, folder)
     observer = Instructions(probe, folder, member)
-    equipment = dataclasses.replace(equipment or Equipment(), probe=probe, observer=observer)
-    return worker.main(arguments, equipment)
+    parts = dataclasses.replace(parts or MemberParts(), probe=probe, observer=observer)
+    return worker.main(arguments, parts)

@@ -26,7 +26,7 @@ from varuna_capslog.base import clock
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.start import member_worker as worker
-from varuna_capslog.start.member_worker import Equipment
+from varuna_capslog.start.member_worker import MemberParts
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["SEGMENT", "WatchedWork", "arm", "armed", "main", "records_folder"]
@@ -119,4 +119,4 @@ def main(arguments: Sequence[str]) -> int:
     probe = armed(member, folder)
     clock.use(JumpedClock(folder / "chaos", os.environ.get("CAPSLOG_HOST", "").partition(".")[0]))
     observer, open_store = Instructions(probe, folder / "chaos", member), relayed.opener()
-    return worker.main(arguments, Equipment(probe=probe, observer=observer, work=WatchedWork, open_store=open_store))
+    return worker.main(arguments, MemberParts(probe=probe, observer=observer, work=WatchedWork, open_store=open_store))

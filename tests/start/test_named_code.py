@@ -141,7 +141,7 @@ def test_a_report_of_a_strangers_run_is_made_of_its_data(
     [
         {"workload": "detr_pipeline.task:subprocess.run"},
         {"workload": "varuna_capslog.base.functions:importlib.import_module"},
-        {"workload": "varuna_capslog.base.functions:imported"},
+        {"workload": "varuna_capslog.base.functions:import_function"},
         {"workload": "varuna_capslog.base.files:write_text"},
         {"workload": "detr_pipeline.task:read_state_file"},
         {"workload": "detr_pipelinex:workload"},

@@ -36,7 +36,7 @@ __all__ = ["Answer", "Fit", "Largest", "PlannedRun", "Question", "fits"]
 # -- One question of `capslog.fits`: does this run fit? Questions with other sizes and devices share the captured model.
 
 
-_PRESS = 1024
+_CAPACITY_DIVISOR = 1024
 """Divisor of capacities; with so little memory, planners look for the smallest peak."""
 _NEAR = 0.02
 """Share of the capacity: if a plan's lack or margin is smaller, the planner, with its rehearsal, decides if it fits."""
@@ -133,7 +133,7 @@ class Question:
         model = first.at(None if size == first.batch else size, None if length in (None, first.length) else length)
         return config.with_workload(model), first
 
-    def lack(self) -> int:
+    def lacking_bytes(self) -> int:
         """Return the bytes that the device with the smallest margin lacks in the plan of the smallest peak; 0 or less:
         the run fits. Near the capacity, the planner decides, as for `answer`.
         """
@@ -141,13 +141,13 @@ class Question:
 
         config, _ = self._captured()
         profile, capacity = profile_run(config, show=False, memo=self.memo), config.pipeline.capacity
-        missing = _smallest_run(config, profile, self.memo).pressed_lack()
+        missing_bytes = _smallest_run(config, profile, self.memo).lacking_real_bytes()
         alike = isinstance(capacity, int) or capacity is None or len(set(capacity)) == 1
-        most = capacity if isinstance(capacity, int) else max(capacity or [0])
-        if abs(missing) > _NEAR * most and (alike or missing <= 0):
-            return missing
+        largest_capacity = capacity if isinstance(capacity, int) else max(capacity or [0])
+        if abs(missing_bytes) > _NEAR * largest_capacity and (alike or missing_bytes <= 0):
+            return missing_bytes
         plan = _predicted(plan_run(config, profile, self.memo))
-        return min(missing, 0) if plan.fits else max(missing, 1)
+        return min(missing_bytes, 0) if plan.fits else max(missing_bytes, 1)
 
 
 @dataclass(frozen=True)
@@ -200,24 +200,24 @@ class PlannedRun:
         train, pipeline = self.config.train, self.config.pipeline
         if train.minibatch_size % (2 * train.microbatch_size * pipeline.replicas):
             return False
-        most, lack = _NEAR * max(self.memory.capacities), -min(self.memory.margins)
-        if 2 * lack - self._static_lack(lack) <= most:  # the plan of the smallest peak takes a search of its own
+        near_bytes, lacking_bytes = _NEAR * max(self.memory.capacities), -min(self.memory.margins)
+        if 2 * lacking_bytes - self._static_lack(lacking_bytes) <= near_bytes:  # the smallest peak takes its own search
             return True
-        lack, static = self.least()
-        return 2 * lack - static <= most
+        lacking_bytes, static_bytes = self.smallest_peak_lack()
+        return 2 * lacking_bytes - static_bytes <= near_bytes
 
-    def pressed_lack(self) -> int:
-        """Return the bytes of real capacity that the worst device lacks, in a plan for `_pressed` devices."""
-        memory = self.memory
-        return max(need - _PRESS * has for need, has in zip(memory.needed, memory.capacities, strict=True))
+    def lacking_real_bytes(self) -> int:
+        """Return the bytes of real capacity that the worst device lacks, in a plan made `_with_tiny_capacity`."""
+        needed, capacities = self.memory.needed, self.memory.capacities
+        return max(need - _CAPACITY_DIVISOR * has for need, has in zip(needed, capacities, strict=True))
 
-    def lack(self) -> int:
+    def lacking_bytes(self) -> int:
         """Return the bytes that the device with the smallest margin lacks in the plan of the smallest peak; 0 or less:
         the run fits.
         """
         if not self.plan.fits:  # then this plan has the smallest peak
             return max(1, -min(self.memory.margins))
-        return min(0, self._smallest.pressed_lack())
+        return min(0, self._smallest.lacking_real_bytes())
 
     @functools.cached_property
     def _smallest(self) -> PlannedRun:
@@ -230,16 +230,16 @@ class PlannedRun:
         needed, capacities = self._smallest.memory.needed, self.memory.capacities
         return max(needed) if len(set(capacities)) == 1 else sum(needed) // len(needed)
 
-    def least(self) -> tuple[int, int]:
+    def smallest_peak_lack(self) -> tuple[int, int]:
         """Return the lack of the plan with the smallest peak, and that lack without activations (at most 0)."""
-        lack = self._smallest.pressed_lack()
-        return lack, self._smallest._static_lack(lack)
+        lacking_bytes = self._smallest.lacking_real_bytes()
+        return lacking_bytes, self._smallest._static_lack(lacking_bytes)
 
-    def _static_lack(self, lack: int) -> int:
+    def _static_lack(self, lacking_bytes: int) -> int:
         """Return the lack that would remain without activations, at most 0."""
         headroom, peak = Headroom.of(self.profile), max(self.memory.peaks)
         activations = self.kinds().get("activations and workspaces", peak // 2)
-        return min(0, lack - headroom.device(peak) + headroom.device(peak - activations))
+        return min(0, lacking_bytes - headroom.device(peak) + headroom.device(peak - activations))
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,11 @@ class Answer(PlannedRun):
 
 
 def _smallest_run(config: Config, profile: Profile, memo: Memo | None) -> PlannedRun:
-    """Return the run with the plan of the smallest peak, for `_pressed` devices."""
+    """Return the run with the plan of the smallest peak, made `_with_tiny_capacity`."""
     from varuna_capslog.start.prepare import plan_run
 
-    less = _pressed(config)
-    return PlannedRun(less, profile, plan_run(less, profile, memo), memo)
+    tiny_config = _with_tiny_capacity(config)
+    return PlannedRun(tiny_config, profile, plan_run(tiny_config, profile, memo), memo)
 
 
 def _predicted(plan: Plan) -> Plan:
@@ -264,14 +264,14 @@ def _predicted(plan: Plan) -> Plan:
     return plan
 
 
-def _pressed(config: Config) -> Config:
+def _with_tiny_capacity(config: Config) -> Config:
     """Return the config with so little memory that planners look for the smallest peak."""
     capacity = config.pipeline.capacity
     if isinstance(capacity, int):
-        less: Any = max(1, capacity // _PRESS)
+        tiny_capacity: Any = max(1, capacity // _CAPACITY_DIVISOR)
     else:
-        less = None if capacity is None else [max(1, size // _PRESS) for size in capacity]
-    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"capacity": less})})
+        tiny_capacity = None if capacity is None else [max(1, size // _CAPACITY_DIVISOR) for size in capacity]
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"capacity": tiny_capacity})})
 
 
 # -- `capslog.fits`
@@ -345,8 +345,8 @@ class Fit:
         for stage, treatment in zip(
             self.plan.stages, treatments(self.plan, RunShape.of_config(self._answer.config), device), strict=True
         ):
-            again = f" ({spans_of(treatment.recomputed)} recomputed)" if treatment.recomputed else ""
-            stages.append(f"{stage.spans} on {', '.join(map(str, stage.ranks))}{again}")
+            recomputed_spans = f" ({spans_of(treatment.recomputed)} recomputed)" if treatment.recomputed else ""
+            stages.append(f"{stage.spans} on {', '.join(map(str, stage.ranks))}{recomputed_spans}")
         train = self._answer.config.train
         count = plural(train.minibatch_size // train.microbatch_size, "microbatch", "es")
         samples = plural(train.minibatch_size, "sample")
@@ -366,10 +366,10 @@ class Fit:
         train = self._answer.config.train
         size, count = train.microbatch_size, train.minibatch_size // train.microbatch_size
 
-        def lack(size: int) -> int:
-            return self._lack(f"microbatches of {size}", microbatch=size, batch=size * count)
+        def lacking_bytes(size: int) -> int:
+            return self._lacking_bytes(f"microbatches of {size}", microbatch=size, batch=size * count)
 
-        return self._search(sorted({size, *coarse_sizes(1, MOST_SAMPLES)}), size, lack)
+        return self._search(sorted({size, *coarse_sizes(1, MOST_SAMPLES)}), size, lacking_bytes)
 
     @functools.cached_property
     def largest_sequence(self) -> Largest | None:
@@ -381,22 +381,22 @@ class Fit:
         tokens = self._answer.profile.conditions["input"]["input_ids"][-1]
         most = max(tokens, most_tokens(self._answer.question.model, {}) or MOST_TOKENS)
         sizes = sorted({tokens, *coarse_sizes(TOKENS_STEP, most)})
-        return self._search(sizes, tokens, lambda size: self._lack(f"{size} tokens", sequence=size))
+        return self._search(sizes, tokens, lambda size: self._lacking_bytes(f"{size} tokens", sequence=size))
 
     @functools.cached_property
-    def _least(self) -> tuple[int, int]:
-        return self._answer.least()
+    def _smallest_peak_lack(self) -> tuple[int, int]:
+        return self._answer.smallest_peak_lack()
 
-    def _search(self, sizes: Sequence[int], size: int, lack: Callable[[int], int]) -> Largest:
+    def _search(self, sizes: Sequence[int], size: int, lacking_bytes: Callable[[int], int]) -> Largest:
         """Search from the question's size. For size 0, the bytes without activations count."""
         begun, largest = time.perf_counter(), size if self.fits else None
-        missing, static = self._least
-        known = {0: static, size: min(0, missing) if self.fits else max(1, missing)}
+        missing_bytes, static_bytes = self._smallest_peak_lack
+        known = {0: static_bytes, size: min(0, missing_bytes) if self.fits else max(1, missing_bytes)}
 
         def timed(value: int) -> int:
             if time.perf_counter() - begun > _SEARCH_SECONDS:
                 raise _Late
-            return lack(value)
+            return lacking_bytes(value)
 
         try:
             for size_that_fits in largest_by_bytes([0, *sizes], timed, known):
@@ -405,9 +405,9 @@ class Fit:
             return Largest(largest or None, time.perf_counter() - begun)
         return Largest(largest or None)
 
-    def _lack(self, tried: str, **parts: Any) -> int:
+    def _lacking_bytes(self, tried: str, **parts: Any) -> int:
         self._say(tried)
-        return replace(self._answer.question, **parts).lack()
+        return replace(self._answer.question, **parts).lacking_bytes()
 
     @functools.cached_property
     def cards(self) -> tuple[str, ...]:
@@ -424,7 +424,7 @@ class Fit:
                 continue
             late = time.perf_counter() - begun > _SEARCH_SECONDS and GPUS[name].memory_bytes > need
             devices = NamedDevices(count, (name,) * count)
-            if late or self._lack(f"{count}x {name}", devices=devices, capacity=None, device=None) <= 0:
+            if late or self._lacking_bytes(f"{count}x {name}", devices=devices, capacity=None, device=None) <= 0:
                 return tuple(kinds[first:])
         return ()
 

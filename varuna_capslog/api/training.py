@@ -154,7 +154,7 @@ def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings:
 def _refuse_import() -> None:
     """Raise CapslogError where a process of the run imports the script that started it, which would train again."""
     for frame in inspect.stack(0)[2:]:
-        if frame.function == "imported" or frame.function == "_of_script":
+        if frame.function == "import_function" or frame.function == "_of_script":
             raise CapslogError(
                 "the script calls capslog.train while a process of the run imports it; put the call under "
                 'if __name__ == "__main__":'

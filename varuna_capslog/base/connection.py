@@ -27,14 +27,14 @@ from varuna_capslog.base.processes import Ends, OwnedThread
 
 __all__ = [
     "CHALLENGE_BYTES",
-    "GUESTS",
     "HANDSHAKE_SECONDS",
     "MAX_RECORD",
+    "MOST_UNPROVED",
     "AuthenticatedListener",
     "Connection",
     "Forged",
     "NotTrusted",
-    "accepted",
+    "check_reply",
     "dial",
     "proof",
     "server_hello",
@@ -212,7 +212,7 @@ def proof(key: bytes, challenge_bytes: bytes, nonce: bytes) -> bytes:
     return _code(key, b"caller", challenge_bytes + nonce)
 
 
-def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, bytes, bytes] | None:
+def check_reply(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, bytes, bytes] | None:
     """Check `reply` (`PROOF_BYTES`: the caller's fresh nonce and code) on the accepting side. Returns our own proof,
     and the keys for sent and for received records; None where the caller does not know the key.
     """
@@ -292,7 +292,7 @@ def _code(key: bytes, role: bytes, both: bytes) -> bytes:
 # descriptor for a moment, never a thread and never memory beyond 64 bytes, and receives only a random number.
 
 
-GUESTS = 256
+MOST_UNPROVED = 256
 """Most connections at once that have not yet proved that they know the key."""
 
 _log = logging.getLogger(__name__)
@@ -305,8 +305,8 @@ _FULL_SECONDS = 0.05
 
 
 @dataclass
-class _Guest:
-    asked: bytes
+class _UnprovedCaller:
+    hello: bytes
     until: float
     proof: bytearray = field(default_factory=bytearray)
 
@@ -332,7 +332,7 @@ class AuthenticatedListener:
     ) -> None:
         listener.setblocking(False)
         self._listener, self._key, self._admitted = listener, key, admitted
-        self._guests: dict[socket.socket, _Guest] = {}  # oldest first
+        self._unproved: dict[socket.socket, _UnprovedCaller] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
         self._wakes, self._wake = socket.socketpair()
         for endpoint in (listener, self._wakes):
@@ -354,18 +354,18 @@ class AuthenticatedListener:
     def _run(self) -> None:
         try:
             while not self._closed:
-                first = next(iter(self._guests.values()), None)
+                first = next(iter(self._unproved.values()), None)
                 wait = None if first is None else max(0.0, first.until - time.monotonic())
                 for key, _ in self._selector.select(wait):
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._guests:
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._unproved:
                         self._hear(key.fileobj)
                 now = time.monotonic()
-                for line in [line for line, guest in self._guests.items() if guest.until <= now]:
+                for line in [line for line, caller in self._unproved.items() if caller.until <= now]:
                     self._dismiss(line)
         finally:
-            for line in list(self._guests):
+            for line in list(self._unproved):
                 self._dismiss(line)
             self._selector.close()
             for endpoint in (self._listener, self._wakes, self._wake):
@@ -378,38 +378,38 @@ class AuthenticatedListener:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError:  # no descriptor or memory is left: close the oldest connection first
-                if self._guests:
-                    self._dismiss(next(iter(self._guests)))
+                if self._unproved:
+                    self._dismiss(next(iter(self._unproved)))
                 time.sleep(_FULL_SECONDS)
                 return
-            if len(self._guests) >= GUESTS:
-                self._dismiss(next(iter(self._guests)))
-            guest = _Guest(server_hello(), time.monotonic() + HANDSHAKE_SECONDS)
+            if len(self._unproved) >= MOST_UNPROVED:
+                self._dismiss(next(iter(self._unproved)))
+            caller = _UnprovedCaller(server_hello(), time.monotonic() + HANDSHAKE_SECONDS)
             try:
                 line.setblocking(False)
-                line.send(guest.asked)
+                line.send(caller.hello)
                 self._selector.register(line, selectors.EVENT_READ)
             except OSError:
                 line.close()
             else:
-                self._guests[line] = guest
+                self._unproved[line] = caller
 
     def _hear(self, line: socket.socket) -> None:
-        guest = self._guests[line]
+        caller = self._unproved[line]
         try:
-            part = line.recv(PROOF_BYTES - len(guest.proof))
+            part = line.recv(PROOF_BYTES - len(caller.proof))
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        guest.proof += part
-        if part and len(guest.proof) < PROOF_BYTES:
+        caller.proof += part
+        if part and len(caller.proof) < PROOF_BYTES:
             return
-        answer = accepted(self._key, guest.asked, bytes(guest.proof)) if part else None
+        answer = check_reply(self._key, caller.hello, bytes(caller.proof)) if part else None
         if answer is None:
             self._dismiss(line)
             return
-        del self._guests[line]
+        del self._unproved[line]
         self._selector.unregister(line)
         ours, sends, takes = answer
         try:
@@ -422,6 +422,6 @@ class AuthenticatedListener:
             line.close()
 
     def _dismiss(self, line: socket.socket) -> None:
-        del self._guests[line]
+        del self._unproved[line]
         self._selector.unregister(line)
         line.close()

@@ -107,11 +107,11 @@ def findings_of(*checks: Callable[[], Iterable[RunFinding] | None]) -> Iterator[
     """Yield the findings of several checks, each sentence once; a check may return None. A CapslogError that a check
     raises becomes its last finding, and the following checks still run.
     """
-    told: set[str] = set()
+    yielded_texts: set[str] = set()
     for check in checks:
         for finding in _until_error(check):
-            if finding.text not in told:
-                told.add(finding.text)
+            if finding.text not in yielded_texts:
+                yielded_texts.add(finding.text)
                 yield finding
 
 

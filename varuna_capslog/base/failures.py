@@ -27,7 +27,7 @@ __all__ = [
     "CAUSES",
     "Failure",
     "StopWish",
-    "ended",
+    "exit_failure",
     "is_consequence",
     "is_out_of_memory",
     "kind_of",
@@ -125,20 +125,20 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
         return None  # missing, or cut off by the failure itself, such as a full disk
 
 
-def ended(rank: int, status: int, log: Path, time: float, memory_killed: bool = False, **details: Any) -> Failure:
+def exit_failure(rank: int, status: int, log: Path, time: float, memory_killed: bool = False, **fields: Any) -> Failure:
     """Return the failure of a worker without a report, from the end of its process.
 
     Args:
         status: exit status, or minus the number of the signal that ended it.
         memory_killed: the system killed a process for lack of memory at that time (`machine_memory.MemoryKills`).
-        details: further fields of the failure.
+        fields: further fields of the failure.
     """
     if status < 0:
         for_memory = memory_killed and status == -signal.SIGKILL
         loss = "memory" if for_memory else "crashed" if -status in _OWN_SIGNALS else "killed"
         cause = f"was killed by {signal_name(-status)}" + (" for lack of memory" if for_memory else "")
-        return Failure(rank, cause, "signal", time, loss=loss, **details)
-    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, **details)
+        return Failure(rank, cause, "signal", time, loss=loss, **fields)
+    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, **fields)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError, ConfigError, extra_of, install_sentence
 
-__all__ = ["add_current_folder", "call_function", "imported", "users_module"]
+__all__ = ["add_current_folder", "call_function", "import_function", "users_module"]
 
 _OURS = re.compile("varuna_capslog|detr_pipeline")
 """This project's packages. An installed copy may hide the copy in the current folder, such as a clone: no error."""
 _INSTALLED = {"site-packages", "dist-packages", sysconfig.get_path("stdlib")}
 
 
-def imported(name: str, title: str) -> Any:
+def import_function(name: str, title: str) -> Any:
     """Return the function or class that `package.module:function` names; its module may lie in the current folder.
 
     Args:
@@ -78,13 +78,13 @@ def add_current_folder() -> None:
 
 
 def call_function(name: str, title: str, /, *arguments: Any, **keywords: Any) -> Any:
-    """Call a user's `package.module:function`; see `imported`.
+    """Call a user's `package.module:function`; see `import_function`.
 
     Raises:
         ConfigError: the function cannot be imported, or raised an error other than CapslogError.
         CapslogError: raised by the function itself.
     """
-    function = imported(name, title)
+    function = import_function(name, title)
     try:
         return function(*arguments, **keywords)
     except CapslogError:

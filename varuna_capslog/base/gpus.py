@@ -195,8 +195,8 @@ class NamedDevices:
         if self.fastest is not None:
             sizes = [GPUS[kind].memory_bytes for kind in self.kinds]
             keys["capacity"] = sizes[0] if len(set(sizes)) == 1 else sizes
-            most = GPUS[self.fastest].pace
-            speeds = [max(0.001, round(GPUS[kind].pace / most, 3)) for kind in self.kinds]
+            fastest_pace = GPUS[self.fastest].pace
+            speeds = [max(0.001, round(GPUS[kind].pace / fastest_pace, 3)) for kind in self.kinds]
             keys["speeds"] = speeds if min(speeds) < 1 else None
         return keys
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
+from varuna_capslog.base.failures import Failure, exit_failure, is_consequence, read_failure, root_cause
 from varuna_capslog.base.fork_server import ForkServer
 from varuna_capslog.base.machine_memory import MemoryKills
 from varuna_capslog.base.processes import (
@@ -312,12 +312,12 @@ class Supervisor:
         """Return the reported failures, and for ended workers without a report the failures that their status shows."""
         reported = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
         reported_ranks, short = {failure.rank for failure in reported}, self._memory_kills.any_now()
-        seen = [
-            ended(rank, self._workers[rank].wait(), self.log(rank), moment, short, **self._where(rank, reported))
+        exit_failures = [
+            exit_failure(rank, self._workers[rank].wait(), self.log(rank), moment, short, **self._where(rank, reported))
             for rank, moment in self._ended.items()
             if self._is_failure(rank, stopping) and rank not in reported_ranks
         ]
-        return reported + seen
+        return reported + exit_failures
 
     def _hanging(self, complaints: Sequence[Failure]) -> list[Failure]:
         """Return the failure of the rank that all others wait for, which has not ended; [] if all ranks have ended."""

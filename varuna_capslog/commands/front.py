@@ -231,8 +231,8 @@ def _print_budgets(front: Sequence[BudgetPoint], title: str) -> None:
     fastest, rows = front[-1].step_seconds, []
     for point in front:
         intervals = [part for stage in point.plan.stages for part in stage.memory or ()]
-        again = sum(part.end - part.first for part in intervals if part.recomputes)
-        away = sum(part.end - part.first for part in intervals if not part.recomputes)
+        recomputed = sum(part.end - part.first for part in intervals if part.recomputes)
+        offloaded = sum(part.end - part.first for part in intervals if not part.recomputes)
         bound, proven = point.plan.bound_seconds, bool(point.plan.proven)
         rows.append(
             [
@@ -240,8 +240,8 @@ def _print_budgets(front: Sequence[BudgetPoint], title: str) -> None:
                 format_seconds(point.step_seconds),
                 _against(point.step_seconds, fastest),
                 "" if bound is None else _proof(point.step_seconds, bound, proven),
-                str(again),
-                str(away),
+                str(recomputed),
+                str(offloaded),
                 _stages(point.plan),
             ]
         )

@@ -176,7 +176,7 @@ def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Co
     amounts = {0: 0} | {value**search.power: value for value in search.values}
     try:
         known = trials.first()
-        fitting = largest_by_bytes([*amounts], lambda amount: trials.lack(amounts[amount]), known)
+        fitting = largest_by_bytes([*amounts], lambda amount: trials.lacking_bytes(amounts[amount]), known)
         best = amounts[max(fitting, default=0)] or None
     except KeyboardInterrupt:
         if trials and not flags.as_json:
@@ -223,13 +223,13 @@ class _Trials(dict[int, _Trial]):
         """Try the first value; return the lacking bytes for it, and for 0 those without activations."""
         value = self._search.first
         run = self._run(value)
-        missing, static = run.least()
-        lack = min(0, missing) if run.plan.fits else max(1, missing)
-        return {0: static, value**self._search.power: lack}
+        missing_bytes, static_bytes = run.smallest_peak_lack()
+        lacking_bytes = min(0, missing_bytes) if run.plan.fits else max(1, missing_bytes)
+        return {0: static_bytes, value**self._search.power: lacking_bytes}
 
-    def lack(self, value: int) -> int:
+    def lacking_bytes(self, value: int) -> int:
         """Try a value; return the bytes that are lacking; 0 or less: the value fits."""
-        return self._run(value).lack()
+        return self._run(value).lacking_bytes()
 
     def _run(self, value: int) -> PlannedRun:
         from varuna_capslog.api.fits import PlannedRun
@@ -345,12 +345,12 @@ def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | No
     """Return a sentence on the largest value, the memory that the next one lacks, and a faster value, if any."""
     if best is None:
         smallest = trials[search.values[0]]
-        return f"not even {key}={smallest.shown} fits: {_lack(smallest.plan)}"
+        return f"not even {key}={smallest.shown} fits: {_notes(smallest.plan)}"
     best_trial, above = trials[best], [value for value in trials if value > best]
     if above:
         following = trials[min(above)]
         sentence = (
-            f"{key}={best_trial.shown} is the largest that fits; {following.shown} does not: {_lack(following.plan)}"
+            f"{key}={best_trial.shown} is the largest that fits; {following.shown} does not: {_notes(following.plan)}"
         )
     else:
         sentence = f"{key}={best_trial.shown} fits, {search.end}"
@@ -363,7 +363,7 @@ def _answer(key: str, search: _Search, trials: dict[int, _Trial], best: int | No
     return f"{sentence}; of those tried that fit, {trials[fastest].shown} has the most samples per second"
 
 
-def _lack(plan: Plan) -> str:
+def _notes(plan: Plan) -> str:
     """Return the notes of a plan that does not fit, as a clause after a colon."""
     return "; ".join(note.removeprefix("nothing fits: ").removeprefix("does not fit: ") for note in plan.notes)
 

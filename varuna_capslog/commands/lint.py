@@ -108,18 +108,18 @@ def lint(flags: LintFlags) -> None:
             shared.print_json(_record(layout, None, None))
         raise DoesNotFit(f"the {layout.system} layout is illegal: {'; '.join(layout.faults)}")
     chunks = len(layout.counts) // ranks
-    asked = _of_one_run(config, min(chunks, profile.num_layers // ranks), keys_of(flags.overrides))
+    run_config = _of_one_run(config, min(chunks, profile.num_layers // ranks), keys_of(flags.overrides))
     cuts = layout_cuts(layout, names, flags.block_names)
-    theirs = _published(asked, profile, memo, cuts)
-    ours = plan_run(asked, profile, memo=memo)
+    theirs = _published(run_config, profile, memo, cuts)
+    ours = plan_run(run_config, profile, memo=memo)
     plans = {f"{layout.system} layout": theirs, f"planner {ours.planner}": ours}
-    steps = {name: _rank_steps(plan, asked, profile) for name, plan in plans.items()}
+    steps = {name: _rank_steps(plan, run_config, profile) for name, plan in plans.items()}
     if flags.plot is not None:
-        _draw(flags.plot, theirs, steps, asked, profile)
+        _draw(flags.plot, theirs, steps, run_config, profile)
     if flags.as_json:
         shared.print_json(_record(layout, theirs, ours))
     else:
-        bound = chunk_bound(Problem.of_config(asked, profile)) if all(layout.counts) else None
+        bound = chunk_bound(Problem.of_config(run_config, profile)) if all(layout.counts) else None
         notes = _notes(layout, theirs, ours, bound) + _prediction_notes(layout, num_predictions)
         _print(layout, theirs, ours, list(steps.values()), notes)
     if theirs.fits is False:
@@ -218,11 +218,11 @@ def _fit(plan: Plan) -> str:
     """Return a clause: the plan fits or not, and how much the worst rank lacks."""
     from varuna_capslog.base.units import format_bytes
 
-    lack = plan.shortfall
-    if plan.fits or lack is None:
+    shortfall = plan.shortfall
+    if plan.fits or shortfall is None:
         return "fits" if plan.fits else f"has unknown bytes: {'; '.join(plan.notes)}"
-    where = f"rank {lack.rank}" if lack.stage is None else f"rank {plan.stages[lack.stage].rank}"
-    return f"does not fit: {where} lacks {format_bytes(lack.bytes)}, headroom included"
+    where = f"rank {shortfall.rank}" if shortfall.stage is None else f"rank {plan.stages[shortfall.stage].rank}"
+    return f"does not fit: {where} lacks {format_bytes(shortfall.bytes)}, headroom included"
 
 
 def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float | None) -> list[str]:

@@ -132,9 +132,9 @@ def check_purpose(flags: PlanFlags) -> bool:
             if getattr(flags, name) is not None:
                 raise CapslogError(f"--{name} goes with --for inference")
         return False
-    beside = {f"--{name}": getattr(flags, name) for name in ("profile", "memory", "minibatch", "numerics")}
+    training_options = {f"--{name}": getattr(flags, name) for name in ("profile", "memory", "minibatch", "numerics")}
     for name in [
-        *(name for name, value in beside.items() if value),
+        *(name for name, value in training_options.items() if value),
         *sorted(set(keys_of(flags.overrides)) - set(_KEYS)),
     ]:
         raise CapslogError(f"{name} belongs to plans of training; leave it out with --for {flags.purpose}")
@@ -194,16 +194,16 @@ def _assumptions(profile: Profile, batch: int, capacity: int | list[int] | None)
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.profiles.conditions import CACHE_BYTES
 
-    told = profile.conditions
-    kind = f":{told['gpu']}" if "gpu" in told else ""
-    caches = told[CACHE_BYTES]
+    conditions = profile.conditions
+    kind = f":{conditions['gpu']}" if "gpu" in conditions else ""
+    caches = conditions[CACHE_BYTES]
     holding = sum(1 for size in caches if size)
     cached = f"{format_bytes(sum(caches))} of caches for each, in {holding} layers" if holding else "no caches"
-    length = "" if told["sequence"] is None else f" of {told['sequence']} tokens"
+    length = "" if conditions["sequence"] is None else f" of {conditions['sequence']} tokens"
     limit = "without a limit of memory" if capacity is None else "within its capacity"
     return (
-        f"capslog: inference estimated for {told['device']}{kind}, {limit}: {told['dtype']}, {batch} sequence(s)"
-        f"{length} together, {told['microbatch_size']} in a forward, {cached}"
+        f"capslog: inference estimated for {conditions['device']}{kind}, {limit}: {conditions['dtype']}, {batch} "
+        f"sequence(s){length} together, {conditions['microbatch_size']} in a forward, {cached}"
     )
 
 

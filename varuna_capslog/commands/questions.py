@@ -249,10 +249,10 @@ def say_assumptions(config: Config) -> None:
     if capacity is not None:
         limit = "within its memory" if gpu is None and config.pipeline.capacity is None else "within its capacity"
     optimizer = "AdamW" if train.optimizer == "adamw" else train.optimizer
-    again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
+    recomputed_where = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
     shared.say(
         f"capslog: estimated for {where}, {limit}: {held_types(config)}, {optimizer}, "
-        f"microbatches of {train.microbatch_size}, activations recomputed {again}; "
+        f"microbatches of {train.microbatch_size}, activations recomputed {recomputed_where}; "
         "--measure runs the layers here instead",
         err=True,
     )
@@ -379,9 +379,9 @@ def named_devices(flags: QuestionFlags) -> NamedDevices | None:
     if flags.devices is None:
         return None
     devices, keys = parse_devices(flags.devices, "--devices"), keys_of(flags.overrides)
-    beside = {"--device": flags.device, "--capacity": flags.capacity}
-    beside |= {key: keys.get(key) for key in ("profile.device", "pipeline.capacity")}
-    devices.refuse_beside(beside, f"--devices {flags.devices}", f"--devices {devices.count}")
+    options = {"--device": flags.device, "--capacity": flags.capacity}
+    options |= {key: keys.get(key) for key in ("profile.device", "pipeline.capacity")}
+    devices.refuse_beside(options, f"--devices {flags.devices}", f"--devices {devices.count}")
     return devices
 
 

@@ -120,11 +120,11 @@ def simulate(flags: SimulateFlags) -> None:
         raise CapslogError("--profile without a CONFIG needs --plan FILE, or --trace FILE to replay; give one of them")
     keys, settings = keys_of(flags.overrides), _config(flags)
     costs = shared.profile_of(flags.profile, settings, show=not flags.as_json)
-    played = None if flags.trace is not None else _plan(settings, costs, flags.plan)
-    devices = 1 if played is None else played.num_ranks
+    plan = None if flags.trace is not None else _plan(settings, costs, flags.plan)
+    devices = 1 if plan is None else plan.num_ranks
     config = settings or config_of_keys(costs, {"pipeline.devices": devices, **keys})
-    if played is not None and played.parallel is not None:
-        changes = {"parallel": vars(played.parallel)}
+    if plan is not None and plan.parallel is not None:
+        changes = {"parallel": vars(plan.parallel)}
         config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
         costs = divided_profile(config, costs)
     elif config.pipeline.parallel is not None:
@@ -136,18 +136,18 @@ def simulate(flags: SimulateFlags) -> None:
         copies_beside=flags.copies_beside,
     )
     run = RunShape.of_config(config).unsized().settled()
-    if played is None:
+    if plan is None:
         assert flags.trace is not None
         replayed = _replay_trace(flags, flags.trace, costs, config, run, link)
         if flags.output is not None:
             _write_replay(flags.output, replayed, _replay_title(flags, replayed, costs, run))
         _print_replay(replayed, flags.trace, flags.output, flags.as_json)
         return
-    pipelines = max(len(played.paths()), config.pipeline.replicas)  # a plan in short form describes one pipeline
+    pipelines = max(len(plan.paths()), config.pipeline.replicas)  # a plan in short form describes one pipeline
     count = config.num_microbatches // pipelines if "train.minibatch_size" in keys else None
     step = simulate_plan(
         costs,
-        played,
+        plan,
         schedule=run.schedule if "pipeline.schedule" in keys else None,
         num_microbatches=count,
         recompute=run.recompute,
@@ -155,25 +155,25 @@ def simulate(flags: SimulateFlags) -> None:
         link=link,
         speeds=None if flags.cores is None else [1.0] * flags.cores,
     )
-    if settings is not None and played.short and flags.plan is None and settings.pipeline.replicas > 1:
+    if settings is not None and plan.short and flags.plan is None and settings.pipeline.replicas > 1:
         step.notes.append(
             f"pipeline.replicas={settings.pipeline.replicas}: one replica is played, and the exchange of gradients "
             "between replicas takes no time here"
         )
     if flags.output is not None:
-        _write(flags.output, step, played, costs)
+        _write(flags.output, step, plan, costs)
     if flags.as_json:
         shared.print_json(step.to_json())
         return
-    _print(step, played)
+    _print(step, plan)
     from varuna_capslog.planners import MADPIPE
 
-    if played.planner == MADPIPE:
+    if plan.planner == MADPIPE:
         from varuna_capslog.planning.placed.periodic import two_versions_note
         from varuna_capslog.planning.problem import Problem
 
-        limits = played.capacities_of(range(played.num_ranks))
-        if (note_text := two_versions_note(Problem.of(costs, played.num_ranks, limits, link=link))) is not None:
+        limits = plan.capacities_of(range(plan.num_ranks))
+        if (note_text := two_versions_note(Problem.of(costs, plan.num_ranks, limits, link=link))) is not None:
             shared.say(f"note: {note_text}", err=True)
     if flags.output is not None:
         shared.say(

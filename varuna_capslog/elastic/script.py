@@ -408,9 +408,9 @@ def train(
         _take_part(member, script, steps, done, checkpoint_every)
         return
     truth, last = json.loads(os.environ.get(TRUTH, "[null, null]"))
-    alone = Group(Communicator(0, 1, "alone", datetime.timedelta(0)))
+    lone_group = Group(Communicator(0, 1, "alone", datetime.timedelta(0)))
     for number in range(1, (steps if last is None else min(steps, last)) + 1):
-        loss = loss_of(script.step(number, alone))
+        loss = loss_of(script.step(number, lone_group))
         if math.isinf(loss):
             raise StepRefused(f"step {number}: the loss is not finite")
         if truth is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, PeerLost
-from varuna_capslog.base.functions import imported
+from varuna_capslog.base.functions import import_function
 from varuna_capslog.base.processes import OwnedThread, logged
 
 __all__ = ["NotOpened", "Opener", "PairGroup", "PairGroups", "Progress", "Waiting", "opener_of"]
@@ -66,7 +66,7 @@ def opener_of(transport: str) -> Opener | None:
         return None
     if transport == "nccl":
         return _open_nccl
-    opener: Opener = imported(transport, f"pipeline.transport={transport!r}")
+    opener: Opener = import_function(transport, f"pipeline.transport={transport!r}")
     return opener
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, ConfigError
-from varuna_capslog.base.functions import imported
+from varuna_capslog.base.functions import import_function
 from varuna_capslog.engine.offload import TierOptions
 from varuna_capslog.model.hollow import ReadNumbers
 from varuna_capslog.schedules import RunShape
@@ -262,7 +262,7 @@ class Recipe:
     def kind(self) -> Any:
         """Optimizer's class. Raises ConfigError where there is none."""
         if ":" in self.optimizer:
-            return imported(self.optimizer, f"train.optimizer={self.optimizer!r}")
+            return import_function(self.optimizer, f"train.optimizer={self.optimizer!r}")
         kinds = {
             name.lower(): kind
             for name, kind in vars(torch.optim).items()

@@ -69,7 +69,7 @@ class Generation:
         plan: chosen by the founder, ranks in the order of `members`; None: every member computes the same plan.
         copies: in a small motion, the layers that each member held before and does not own now: the only copies before
             the next step; None: copies are placed as `redundancy` requires.
-        motion: the founder's comparison after a loss, for people (`small_motion.Weighed.told`).
+        motion: the founder's comparison after a loss, for people (`small_motion.Weighed.event_fields`).
     """
 
     number: int

@@ -136,8 +136,8 @@ class LayoutCandidates:
         parameters = [] if profile is None else [layer.parameter_bytes for layer in profile.layers]
         sizes = [size for size in parameters if size is not None]
         self._parameters = _running(sizes if len(sizes) == self.num_layers else [0] * self.num_layers)
-        told = profile is not None and len(sizes) == self.num_layers
-        self._update_rate: float = profile.conditions.get(UPDATE_RATE, 0.0) if profile is not None and told else 0.0
+        sized = profile is not None and len(sizes) == self.num_layers
+        self._update_rate: float = profile.conditions.get(UPDATE_RATE, 0.0) if profile is not None and sized else 0.0
         profiled = None if profile is None else profile.conditions.get("microbatch_size")
         same_size = None in (profiled, self.run.microbatch_size) or profiled == self.run.microbatch_size
         self.described = profile is not None and same_size
@@ -194,17 +194,17 @@ class LayoutCandidates:
             speeds: (replicas, stages) -> speed of each stage's slowest device, at most 1; None: all are equal.
         """
         best: tuple[int, tuple[int, int, int]] | None = None
-        found = None
+        best_candidate = None
 
         def may_win(replicas: int, stages: int, bound: int) -> bool:
             return best is None or best[0] > best_rank or (bound, -replicas * stages, replicas) < best[1]
 
         def consider(candidate: Candidate) -> None:
-            nonlocal best, found
+            nonlocal best, best_candidate
             if may_win(candidate.replicas, len(candidate.cuts), candidate.step_ticks or 0):
                 key = (rank(candidate), candidate.order)
                 if best is None or key < best:
-                    best, found = key, candidate
+                    best, best_candidate = key, candidate
 
         limited = []
         for replicas, stages in self._in_order(devices):
@@ -228,7 +228,7 @@ class LayoutCandidates:
             candidate = self._weighed(replicas, stages, tuple(limits), stage_speeds)
             if candidate.fits(limits):
                 consider(candidate)
-        return found
+        return best_candidate
 
     def _in_order(self, devices: int) -> list[tuple[int, int]]:
         """(replicas, stages), the smallest bound first, then most devices."""
@@ -478,7 +478,7 @@ class Budgeted:
         for count in range(1, devices + 1):
             self.replicas(count)
 
-    def lack(self, plan: Plan, capacities: Sequence[int]) -> str | None:
+    def lack_sentence(self, plan: Plan, capacities: Sequence[int]) -> str | None:
         """Sentence on what a plan lacks on these devices, by a simulation with snapshots; None: it fits."""
         limits = tuple(PlanRank(capacity_bytes=size or None) for size in capacities[: plan.num_ranks])
         bare = dataclasses.replace(plan, ranks=limits, fits=None, shortfall=None, notes=())
@@ -547,9 +547,9 @@ def neighbours(seats: Sequence[Seat], least: int = 1) -> Iterator[list[Seat]]:
     Of lists with equal devices and hosts, by rank, only one comes. least: fewest devices that the run trains with.
     """
     hosts = {seat.host for seat in seats}
-    more = Seat("?", min(hosts) if len(hosts) == 1 else "?", min(seat.capacity for seat in seats))
-    groups = [[*seats[:out], *seats[out + 1 :]] for out in range(len(seats))]
-    groups += [[*seats, more], *(list(seats[:count]) for count in range(len(seats) - 2, 0, -1))]
+    extra_seat = Seat("?", min(hosts) if len(hosts) == 1 else "?", min(seat.capacity for seat in seats))
+    groups = [[*seats[:dropped], *seats[dropped + 1 :]] for dropped in range(len(seats))]
+    groups += [[*seats, extra_seat], *(list(seats[:count]) for count in range(len(seats) - 2, 0, -1))]
     seen = set()
     for group in groups:
         order: dict[str, int] = {}

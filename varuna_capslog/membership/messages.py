@@ -16,7 +16,6 @@ __all__ = [
     "Abort",
     "Apply",
     "Ask",
-    "Bid",
     "Broken",
     "Cast",
     "Change",
@@ -37,6 +36,7 @@ __all__ = [
     "Heard",
     "Hint",
     "Install",
+    "LetLeave",
     "Load",
     "Persist",
     "Prepare",
@@ -408,8 +408,8 @@ class SaveAll(GenerationEffect):
 
 
 @dataclass(frozen=True, slots=True)
-class Bid(GenerationEffect):
-    """Tell these members that they may go (they get Farewell)."""
+class LetLeave(GenerationEffect):
+    """Tell these members that they may leave (they get Farewell)."""
 
     members: tuple[Member, ...]
 

@@ -119,11 +119,11 @@ class Choice:
         for rank in range(plan.num_ranks):
             numbers = [number for number, at in enumerate(ranks) if at == rank]
             sizes = [plan.stages[number].bytes for number in numbers]
-            if plan.ranks and (told := plan.ranks[rank].bytes) is not None:
-                sizes = [told + ((plan.ranks[rank].host_bytes or 0) if one_memory else 0)]
-            told_sizes = [size for size in sizes if size is not None]
-            if len(told_sizes) == len(sizes):
-                held.append(sum(told_sizes) + sum(beside[layer] for number in numbers for layer in layers[number]))
+            if plan.ranks and (rank_bytes := plan.ranks[rank].bytes) is not None:
+                sizes = [rank_bytes + ((plan.ranks[rank].host_bytes or 0) if one_memory else 0)]
+            known_sizes = [size for size in sizes if size is not None]
+            if len(known_sizes) == len(sizes):
+                held.append(sum(known_sizes) + sum(beside[layer] for number in numbers for layer in layers[number]))
         links = None
         if plan.routes == "direct":
             links = frozenset((ranks[writer], ranks[reader]) for writer, reader in plan.stage_graph(edges).edges)
@@ -172,7 +172,7 @@ class Placer:
         candidates: every possible pipeline; its `beside` counts the snapshots.
         elastic: settings of protection, and the least number of devices. Layouts with room for copies are preferred.
         gradient_bytes: per layer, as sent; default, as for AdamW's state, a third of the layer's state.
-        given: the run's plan, of any stages; used for exactly its number of devices, where it fits them.
+        run_plan: the run's plan, of any stages; used for exactly its number of devices, where it fits them.
         tier: memory in which the host tier lies.
         edges: of the chain's graph, by which members are neighbours under direct routes.
         budgeted: plans of planner `budget`; None: the run has another planner.
@@ -187,7 +187,7 @@ class Placer:
         candidates: LayoutCandidates,
         elastic: Elastic,
         gradient_bytes: Sequence[int] | None = None,
-        given: Plan | None = None,
+        run_plan: Plan | None = None,
         tier: HostMemory | None = None,
         edges: Sequence[Edge] = (),
         budgeted: Budgeted | None = None,
@@ -196,7 +196,7 @@ class Placer:
         self.candidates, self.elastic, self.sync = candidates, elastic, elastic.protection == "sync"
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
-        self._given = None if given is None else (given, self._choice_of(given))
+        self._run_plan = None if run_plan is None else (run_plan, self._choice_of(run_plan))
         self._fleets = Fleets.of(candidates)
         self.budgeted = budgeted
         self.proposes = self._fleets is not None or budgeted is not None
@@ -236,16 +236,16 @@ class Placer:
         if not seats:
             return "no device is left; waiting for one"
         if len(seats) < self.elastic.min_devices:
-            lack = self.elastic.min_devices - len(seats)
+            lacking_devices = self.elastic.min_devices - len(seats)
             return (
                 f"{len(seats)} device(s) are left, but elastic.min_devices is {self.elastic.min_devices}; waiting for "
-                f"{lack} more"
+                f"{lacking_devices} more"
             )
         limits = _Limits(seats, self.candidates)
         if plan is not None:
             self._check(plan)
             return self._layout(plan, self._choice_of(plan), seats, limits)
-        run_plan, choice = self._given_for(seats, limits)
+        run_plan, choice = self._run_plan_for(seats, limits)
         if run_plan is not None and choice is not None:
             return self._layout(run_plan, choice, seats, limits)
         least, lost = self._protection(seats, limits)
@@ -270,7 +270,7 @@ class Placer:
         if candidate is None:
             return self._waiting(seats, limits)
         plan = self.pipelines(candidate.cuts, candidate.replicas)
-        if words := self._lack(plan, seats):
+        if words := self._lack_sentence(plan, seats):
             return f"the job fits {len(seats)} device(s) in no way that was found ({words}); waiting for more"
         return self._layout(plan, Choice.of_candidate(candidate, size), seats, limits)
 
@@ -288,9 +288,9 @@ class Placer:
             return plan
         return dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds[: plan.num_ranks]))
 
-    def _given_for(self, seats: Sequence[Seat], limits: _Limits) -> tuple[Plan, Choice] | tuple[None, None]:
+    def _run_plan_for(self, seats: Sequence[Seat], limits: _Limits) -> tuple[Plan, Choice] | tuple[None, None]:
         """Return the run's plan and its choice, if it is for this number of devices of equal speed and fits them."""
-        run_plan, choice = self._given or (None, None)
+        run_plan, choice = self._run_plan or (None, None)
         fits = run_plan is not None and run_plan.num_ranks == len(seats) and not speeds_of(seats)
         if run_plan is None or choice is None or not fits or not limits.allow(choice):
             return None, None
@@ -326,7 +326,7 @@ class Placer:
         """Return the run's plan, else the quickest of the plans whose copies protect best; None where none fits."""
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
-        run_plan, _ = self._given_for(seats, limits)
+        run_plan, _ = self._run_plan_for(seats, limits)
         if run_plan is not None:
             return run_plan
         least, lost = self._protection(seats, limits)
@@ -347,7 +347,7 @@ class Placer:
                     best = *weight, plan
         best = self._or_joint(seats, lost, best)
         equal = self.candidates.quickest(len(seats), limits.usable, limits.speeds, rank=loss, best_rank=least)
-        if equal is None or self._lack(pipelines := self.pipelines(equal.cuts, equal.replicas), seats):
+        if equal is None or self._lack_sentence(pipelines := self.pipelines(equal.cuts, equal.replicas), seats):
             return None if best is None else best[2]
         seconds = (equal.step_ticks or 0) * TICK
         if best is not None and best[:2] <= (loss(equal), seconds):
@@ -359,7 +359,7 @@ class Placer:
         if self._fleets is None or self.budgeted is None:
             return best
         joint = self._fleets.plan(tuple((seat.capacity, seat.speed) for seat in seats))
-        if joint is None or self._lack(joint, seats) is not None:
+        if joint is None or self._lack_sentence(joint, seats) is not None:
             return best
         if (seconds := self.budgeted.step_seconds(joint)) is None:
             return best
@@ -368,9 +368,9 @@ class Placer:
             return best
         return *weight, dataclasses.replace(joint, step_seconds=seconds)
 
-    def _lack(self, plan: Plan, seats: Sequence[Seat]) -> str | None:
+    def _lack_sentence(self, plan: Plan, seats: Sequence[Seat]) -> str | None:
         """Sentence on what a plan lacks in `budget`'s simulation; None where it fits, or the planner is another."""
-        return None if self.budgeted is None else self.budgeted.lack(plan, [seat.capacity for seat in seats])
+        return None if self.budgeted is None else self.budgeted.lack_sentence(plan, [seat.capacity for seat in seats])
 
     def budget_plan(self, seats: Sequence[Seat], replicas: int = 1) -> Plan:
         """Return `budget`'s plan, with room for copies if possible; `fits` is False if none fits with snapshots."""
@@ -545,15 +545,15 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
 
 def describe_reserves(reserve_of: Mapping[Member, Reserve]) -> str:
     """Sentence on the bytes that protection takes: on the rank with most of them, and on all ranks together."""
-    most = max(reserve_of.values(), key=sum)
-    parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
-    if most.copies:
-        parts.append(f"{format_bytes(most.copies)} for copies of others'")
-    if most.updates:
-        parts.append(f"{format_bytes(most.updates)} for their gradients")
+    largest_reserve = max(reserve_of.values(), key=sum)
+    parts = [f"{format_bytes(largest_reserve.snapshot)} for its own layers at the last boundary"]
+    if largest_reserve.copies:
+        parts.append(f"{format_bytes(largest_reserve.copies)} for copies of others'")
+    if largest_reserve.updates:
+        parts.append(f"{format_bytes(largest_reserve.updates)} for their gradients")
     total = sum(map(sum, reserve_of.values()))
     return (
-        f"protection takes up to {format_bytes(sum(most))} of a rank's memory on the device beside training "
+        f"protection takes up to {format_bytes(sum(largest_reserve))} of a rank's memory on the device beside training "
         f"({', '.join(parts)}), {format_bytes(total)} over {len(reserve_of)} rank(s)"
     )
 
@@ -617,7 +617,7 @@ def _with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[
         verdict = None if held is None else judge_ranks(plan, held[:width], Headroom.of(profile))
         return layout, verdict and dataclasses.replace(verdict, of="stage" if plan.short else "rank")
 
-    lack, (layout, verdict) = "", placed(plan)
+    lack_note, (layout, verdict) = "", placed(plan)
     if plan.fits and verdict is not None and not verdict.fits:
         anew = None
         if plan.short and pipeline.cuts is None and pipeline.plan is None:
@@ -627,11 +627,11 @@ def _with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[
             layout = moved[0]
         else:
             plan = dataclasses.replace(plan, fits=False, shortfall=verdict.shortfall(None))
-            lack = (
+            lack_note = (
                 f"does not fit with elastic.enabled: {verdict.need} where a snapshot of its layers lies beside it; add "
                 "devices or capacity, or set elastic.enabled to false"
             )
     kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
-    told = [lack, describe_reserves(kept), layout.problem]
+    notes = [lack_note, describe_reserves(kept), layout.problem]
     snapshots = [sum(sizes[0][layer] for layer in stage.numbers) for stage in plan.stages]
-    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots
+    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes))), snapshots

@@ -136,10 +136,10 @@ def _first_round(job: Job, state: State, values: Mapping[Member, m.Value]) -> St
 
 
 def _decide(
-    job: Job, record: Generation, told: Mapping[Member, m.Value]
+    job: Job, record: Generation, values: Mapping[Member, m.Value]
 ) -> tuple[recovery.Decision, m.Decided, frozenset[tuple[Member, int]]]:
     """Decide as all participants do: they have the same values, and use them in the same order."""
-    brought: dict[Member, m.Contribution] = {member: told[member] for member in record.participants}  # type: ignore[misc]
+    brought: dict[Member, m.Contribution] = {member: values[member] for member in record.participants}  # type: ignore[misc]
     left_out = recovery.distrusted(brought, record.continues)
     brought = recovery.without(brought, left_out)
     decision = recovery.decide(record, brought, job.layer_bytes, job.place)
@@ -158,14 +158,14 @@ def _decided(state: State, decision: recovery.Decision) -> Step:
             state, more = changes.outside(state, state.record, wants_in=False)
             return state, (m.Persist(why), *more)
         waiting = replace(state, phase=Phase.WAIT, regress=decision.for_holders)
-        told = (m.Persist(why), m.Wait(why))
+        wait_effects = (m.Persist(why), m.Wait(why))
         if not state.wishes.changes:
-            return waiting, told
+            return waiting, wait_effects
         # A change was wished while values were gathered; without votes it is made at once.
         waiting, more = changes.stop_answering(
             replace(waiting, wishes=replace(waiting.wishes, planned=True), regress=False)
         )
-        return waiting, (*told, *more)
+        return waiting, (*wait_effects, *more)
     # Roll-back: boundaries beyond the base were never settled, or the members do not hold all their layers.
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
     mine = [move for move in decision.moves if state.me in (move.source, move.target)]
@@ -261,8 +261,8 @@ class _Counted(NamedTuple):
     prepared: frozenset[m.Change] | None
 
 
-def _count(job: Job, record: Generation, told: Mapping[Member, m.Value]) -> _Counted:
-    votes: list[m.Vote] = [told[member] for member in record.members]  # type: ignore[misc]
+def _count(job: Job, record: Generation, values: Mapping[Member, m.Value]) -> _Counted:
+    votes: list[m.Vote] = [values[member] for member in record.members]  # type: ignore[misc]
     nothing, prepared = frozenset[m.Change](), {vote.prepared for vote in votes}
     return _Counted(
         all(vote.finite for vote in votes),
@@ -285,7 +285,7 @@ def _voted(job: Job, state: State, votes: _Counted) -> Step:
     held = _kept(state, before) | frozenset((layer, after) for layer in follows)
     effects: list[m.Effect] = [m.Apply(generation, number, before)]
     if state.record.leaving:
-        effects.append(m.Bid(generation, state.record.leaving))  # sent again after each step: it may be lost
+        effects.append(m.LetLeave(generation, state.record.leaving))  # sent again after each step: it may be lost
     state = replace(state, held=held, at=after)
     if state.unseen is not None:
         state, more = changes.adopt(state, state.unseen)

@@ -185,7 +185,7 @@ def decide(
     last = max((generation for generation, _ in votes), default=0)
     voted = min((stamp.step for generation, stamp in votes if generation == last), default=0)
     if boundary.loses_settled(record.reached, voted) and not record.regress:
-        return Decision(boundary, None, (), _lack(boundary, record, checkpoint), checkpoint, for_holders=True)
+        return Decision(boundary, None, (), _lack_sentence(boundary, record, checkpoint), checkpoint, for_holders=True)
     if not record.members:
         return Decision(boundary, None, (), "no device is left", checkpoint)
     seats = [Seat(member, contributions[member].host, contributions[member].capacity) for member in record.members]
@@ -198,7 +198,7 @@ def decide(
     return Decision(boundary, layout, list_moves(boundary, owned, layer_bytes), None, checkpoint)
 
 
-def _lack(boundary: Boundary, record: Generation, checkpoint: Stamp) -> str:
+def _lack_sentence(boundary: Boundary, record: Generation, checkpoint: Stamp) -> str:
     newest, missing = record.reached, tuple(range(len(boundary.holders)))
     if boundary.passed_over:
         newest, missing = boundary.passed_over[0][0].step, boundary.passed_over[0][1]

@@ -49,10 +49,10 @@ __all__ = [
     "among",
     "bare",
     "expected_loss",
-    "exposed",
     "follows_a_loss",
-    "given",
+    "give_stage",
     "kept_copies",
+    "share_of_sole_holders",
     "traffic_of",
     "ways_to_give",
 ]
@@ -123,12 +123,12 @@ def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tupl
             )
 
 
-def given(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
+def give_stage(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
     """Return the plan with stage `number` given away in these parts; None where a rank would hold a layer twice."""
     stages = list(plan.stages)
-    gone = stages.pop(number)
+    given_stage = stages.pop(number)
     for part in reversed(parts):
-        stages.insert(number, _part(gone, part))
+        stages.insert(number, _part(given_stage, part))
     for first, end, rank in parts:
         place = next(
             at for at, stage in enumerate(stages) if stage.rank == rank and (stage.first, stage.end) == (first, end)
@@ -235,18 +235,18 @@ class Loss:
     back_seconds: float = 0.0
 
     @property
-    def left(self) -> list[Member]:
+    def remaining(self) -> list[Member]:
         """Remaining members."""
         return [seat.member for seat in self.seats]
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Outcome of the choice. plan, copies: for the record; None: new cuts. told: fields for `events.jsonl`."""
+    """Outcome of the choice. plan, copies: for the record; None: new cuts. event_fields: for `events.jsonl`."""
 
     plan: Plan | None
     copies: Mapping[Member, tuple[int, ...]] | None
-    told: dict[str, Any]
+    event_fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -310,14 +310,14 @@ def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: f
     return -gap * math.expm1(-pause / gap) + slowed + second - back * math.expm1(-(pause + slow) / gap)
 
 
-def exposed(layout: MemberLayout, before: MemberLayout, members: Sequence[Member]) -> float:
+def share_of_sole_holders(layout: MemberLayout, before: MemberLayout, members: Sequence[Member]) -> float:
     """Fraction of these members that alone hold some layer, counting the layers of both layouts."""
     holders: dict[int, set[Member]] = {}
     for member in members:
         for layer in {*before.holds(member), *layout.owned.get(member, ())}:
             holders.setdefault(layer, set()).add(member)
-    alone = {member for keepers in holders.values() if len(keepers) == 1 for member in keepers}
-    return len(alone) / len(members)
+    sole_holders = {member for keepers in holders.values() if len(keepers) == 1 for member in keepers}
+    return len(sole_holders) / len(members)
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ class _Costed:
     lost_seconds: float | None = None
 
     @property
-    def told(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         moves, copies = (sum(move.bytes for move in row) for row in (self.traffic.moves, self.traffic.copies))
         return {
             "moved_bytes": moves,
@@ -347,7 +347,7 @@ class SmallMotion:
 
     def weigh(self, loss: Loss) -> Weighed | None:
         """Choose the way in which the remaining members continue; None where there is no choice."""
-        remaining, sizes = loss.left, self._placer.layer_bytes
+        remaining, sizes = loss.remaining, self._placer.layer_bytes
         plan = loss.before.plan
         if self._setting == "never" or plan is None or not remaining or not loss.before.covers(remaining):
             return None
@@ -359,36 +359,36 @@ class SmallMotion:
         pause = cuts.traffic.seconds(rate)
         if self._setting == "auto" and pause <= SECOND_PAUSE:  # decided without a simulation
             why = f"they move {format_bytes(cuts.traffic.bytes)} in about {pause:.2f} s"
-            told = {**cuts.told, "pause_seconds": pause}
-            return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": told})
+            event_fields = {**cuts.event_fields, "pause_seconds": pause}
+            return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": event_fields})
         scale = 1.0
-        if loss.step_seconds and (planned := self._played(plan)):
+        if loss.step_seconds and (planned := self._simulated_seconds(plan)):
             scale = loss.step_seconds / planned
         cuts = self._way(loss, layout, self.step_seconds(layout), scale)
-        small = self._best(loss, plan, cuts, rate, scale)
-        back = exposed(layout, loss.before, remaining) * loss.back_seconds
+        small = self._best_motion(loss, plan, cuts, rate, scale)
+        back = share_of_sole_holders(layout, loss.before, remaining) * loss.back_seconds
         lost = expected_loss(pause, 0.0, 1.0, 0.0, loss.gap_seconds, back)
         cuts = dataclasses.replace(cuts, lost_seconds=lost)
         chosen, why = self._choice(cuts, small)
-        told = {
+        event_fields = {
             "chosen": "small motion" if chosen else "new cuts",
             "why": why,
-            "new_cuts": {**cuts.told, "pause_seconds": pause},
+            "new_cuts": {**cuts.event_fields, "pause_seconds": pause},
             "bytes_per_second": rate,
             "gap_seconds": loss.gap_seconds,
             "back_seconds": loss.back_seconds,
         }
         if small is not None:
             follow = traffic_of(small.layout, cuts.layout, remaining, sizes)
-            told["small_motion"] = {**small.told, "pause_seconds": small.traffic.seconds(rate)}
-            told["follow_bytes"] = follow.bytes
+            event_fields["small_motion"] = {**small.event_fields, "pause_seconds": small.traffic.seconds(rate)}
+            event_fields["follow_bytes"] = follow.bytes
         if not chosen or small is None:
-            return Weighed(None, None, told)
-        return Weighed(small.layout.plan, small.layout.copied, told)
+            return Weighed(None, None, event_fields)
+        return Weighed(small.layout.plan, small.layout.copied, event_fields)
 
     def step_seconds(self, layout: MemberLayout) -> float | None:
         """Simulated step seconds of a layout's plan at its devices' speeds; None where it cannot be simulated."""
-        return None if layout.plan is None else self._played(layout.plan)
+        return None if layout.plan is None else self._simulated_seconds(layout.plan)
 
     def _choice(self, cuts: _Costed, small: _Costed | None) -> tuple[bool, str]:
         if small is None:
@@ -403,38 +403,38 @@ class SmallMotion:
 
     # -- the small motion ----------------------------------------------------------------------------------------------
 
-    def _best(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> _Costed | None:
+    def _best_motion(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> _Costed | None:
         """Small motion with the least expected loss of those that fit the devices; None where none fits."""
         candidates: list[_Costed] = []
         for handed_out in self._handed_out(loss, plan, cuts, rate, scale):
-            owned = MemberLayout.of_plan(handed_out, loss.left, {}).owned
-            copies = kept_copies(loss.before, owned, loss.left)
+            owned = MemberLayout.of_plan(handed_out, loss.remaining, {}).owned
+            copies = kept_copies(loss.before, owned, loss.remaining)
             fitting = self._fitting(handed_out, loss.seats, copies)
             if fitting is None:
                 continue
-            layout = MemberLayout.of_plan(fitting, loss.left, copies)
+            layout = MemberLayout.of_plan(fitting, loss.remaining, copies)
             way = self._way(loss, layout, fitting.step_seconds, scale)
-            candidates.append(self._weighed(loss, way, cuts, rate))
+            candidates.append(self._with_lost_seconds(loss, way, cuts, rate))
             if len(candidates) >= _PLAYED:
                 break
         order = enumerate(candidates)
         key = lambda entry: (entry[1].lost_seconds or 0.0, entry[1].traffic.bytes, entry[0])  # noqa: E731
         return min(order, key=key)[1] if candidates else None
 
-    def _weighed(self, loss: Loss, way: _Costed, cuts: _Costed, rate: float) -> _Costed:
+    def _with_lost_seconds(self, loss: Loss, way: _Costed, cuts: _Costed, rate: float) -> _Costed:
         if way.step_seconds is None or cuts.step_seconds is None:
             return way
-        follow = traffic_of(way.layout, cuts.layout, loss.left, self._placer.layer_bytes)
+        follow = traffic_of(way.layout, cuts.layout, loss.remaining, self._placer.layer_bytes)
         slow = BESIDE * follow.seconds(rate) + FOLLOW_STEPS * way.step_seconds
         ratio, pause = cuts.step_seconds / way.step_seconds, way.traffic.seconds(rate)
-        back = exposed(way.layout, loss.before, loss.left) * loss.back_seconds
+        back = share_of_sole_holders(way.layout, loss.before, loss.remaining) * loss.back_seconds
         lost = expected_loss(pause, slow, ratio, SECOND_PAUSE, loss.gap_seconds, back)
         return dataclasses.replace(way, lost_seconds=lost)
 
     def _handed_out(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> Iterator[Plan]:
         """Yield plans in which the remaining members train the lost members' stages, the most promising first."""
-        members, remaining = loss.members, set(loss.left)
-        places = {rank: loss.left.index(member) for rank, member in enumerate(members) if member in remaining}
+        members, remaining = loss.members, set(loss.remaining)
+        places = {rank: loss.remaining.index(member) for rank, member in enumerate(members) if member in remaining}
         bare_plan = bare(plan)
         if bare_plan is None:
             return
@@ -443,10 +443,10 @@ class SmallMotion:
             yield among(bare_plan, places)
         holds = {rank: frozenset(loss.before.holds(members[rank])) for rank in places}
         for turn in range(lost):
-            gone = [number for number, stage in enumerate(bare_plan.stages) if stage.rank not in places]
-            number = max((self._work(bare_plan, bare_plan.stages[at]), -at, at) for at in gone)[2]
+            lost_numbers = [number for number, stage in enumerate(bare_plan.stages) if stage.rank not in places]
+            number = max((self._work(bare_plan, bare_plan.stages[at]), -at, at) for at in lost_numbers)[2]
             ways = self._in_order(bare_plan, number, holds, cuts, rate, scale)
-            plans = filter(None, map(partial(given, bare_plan, number), ways[:_BUILT]))
+            plans = filter(None, map(partial(give_stage, bare_plan, number), ways[:_BUILT]))
             if turn == lost - 1:
                 yield from (among(handed_out, places) for handed_out in plans)
             elif (bare_plan := next(plans, None)) is None:
@@ -467,12 +467,12 @@ class SmallMotion:
         for planned in plan.stages:
             if planned.rank in busy:
                 busy[planned.rank] += self._work(plan, planned)
-        follow, most = BESIDE * cuts.traffic.seconds(rate), max(busy.values())
+        follow, busiest = BESIDE * cuts.traffic.seconds(rate), max(busy.values())
         work: dict[tuple[int, int], float] = {}
         coming: dict[Part, int] = {}
 
         def weight(parts: tuple[Part, ...]) -> tuple[float, int, float]:
-            moved, longest, largest = 0, most, 0
+            moved, longest, largest = 0, busiest, 0
             for part in parts:
                 if part not in coming:
                     first, end, rank_of = part
@@ -501,48 +501,48 @@ class SmallMotion:
         if self._profile is None:
             return float(sum(self._placer.layer_bytes[layer] for layer in layers))
         run, rows = self._placer.candidates.run, [self._profile.layers[layer] for layer in layers]
-        again = stage.recomputes(run) and stage.end < plan.num_layers  # at the last stage backwards follow at once
+        reruns = stage.recomputes(run) and stage.end < plan.num_layers  # at the last stage backwards follow at once
         units = len(stage.blocks) * plan.units.of_block if stage.blocks is not None else plan.units.per_step or 1
-        unit_seconds = sum((row.forward_seconds or 0.0) * (1 + again) + (row.backward_seconds or 0.0) for row in rows)
+        unit_seconds = sum((row.forward_seconds or 0.0) * (1 + reruns) + (row.backward_seconds or 0.0) for row in rows)
         return units * unit_seconds
 
     # -- cost of a layout ----------------------------------------------------------------------------------------------
 
     def _way(self, loss: Loss, layout: MemberLayout, seconds: float | None, scale: float = 1.0) -> _Costed:
-        traffic = traffic_of(loss.before, layout, loss.left, self._placer.layer_bytes)
+        traffic = traffic_of(loss.before, layout, loss.remaining, self._placer.layer_bytes)
         return _Costed(layout, traffic, None if seconds is None else scale * seconds)
 
-    def _played(self, plan: Plan) -> float | None:
+    def _simulated_seconds(self, plan: Plan) -> float | None:
         """Simulated seconds of a step; None where it cannot be simulated."""
         if self._profile is None:
             return None
         candidates = self._placer.candidates
         ranks = tuple(PlanRank(speed=plan.speed_of(rank)) for rank in range(plan.num_ranks))
-        shown = dataclasses.replace(plan, ranks=ranks, fits=None, shortfall=None, profile_digest=None)
+        timed_plan = dataclasses.replace(plan, ranks=ranks, fits=None, shortfall=None, profile_digest=None)
         try:
             run = candidates.run
-            return play(self._profile, shown, None, None, run.recompute, run, candidates.link).step_seconds
+            return play(self._profile, timed_plan, None, None, run.recompute, run, candidates.link).step_seconds
         except CapslogError:
             return None
 
     def _fitting(self, plan: Plan, seats: Sequence[Seat], copies: Mapping[Member, tuple[int, ...]]) -> Plan | None:
         """Plan with the bytes of its ranks, if each device has room for them, snapshots and these copies; else None."""
         placer, speeds = self._placer, [None if seat.speed == 1.0 else seat.speed for seat in seats]
-        shown = plan
+        timed_plan = plan
         if any(speeds):
-            shown = dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds))
-        seconds = self._played(shown)
+            timed_plan = dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds))
+        seconds = self._simulated_seconds(timed_plan)
         if self._profile is not None and seconds is None:
             return None
-        shown = dataclasses.replace(shown, step_seconds=seconds)
+        timed_plan = dataclasses.replace(timed_plan, step_seconds=seconds)
         candidates, profile = placer.candidates, placer.candidates.profile
         if not candidates.described or profile is None or not any(seat.capacity for seat in seats):
-            return shown
+            return timed_plan
         headroom = Headroom.of(profile)
         limits: list[PlanRank] = []
         for seat, speed in zip(seats, speeds, strict=True):
-            beside = sum(placer.copy_bytes[layer] for layer in copies.get(seat.member, ()))
-            room = headroom.usable(seat.capacity or NO_LIMIT) - beside
+            copied_bytes = sum(placer.copy_bytes[layer] for layer in copies.get(seat.member, ()))
+            room = headroom.usable(seat.capacity or NO_LIMIT) - copied_bytes
             limits.append(PlanRank(capacity_bytes=max(1, headroom.device(max(0, room))), speed=speed))
         held = with_beside(profile, candidates.beside or [0] * profile.num_layers)
         tight = judged(held, dataclasses.replace(plan, ranks=tuple(limits)), candidates.run, tier=placer.tier)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import call_function, imported
+from varuna_capslog.base.functions import call_function, import_function
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.own_data.handed import handed
 
@@ -54,7 +54,7 @@ def seeded(*numbers: int) -> Iterator[None]:
 def named_or_handed(keys: Mapping[str, Any], name: str) -> Any:
     """Return the function that a key of the `data` section names, else the object passed under that name, else None."""
     if keys[name] is not None:
-        return imported(keys[name], f"data.{name}={keys[name]!r}")
+        return import_function(keys[name], f"data.{name}={keys[name]!r}")
     return None if keys["given"] is None else handed(Path(keys["given"]), name)
 
 

@@ -71,8 +71,8 @@ def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
     before = folder / "config.yaml"
     goes_on = resume != "never" and os.path.isfile(before)  # False, too, for an invalid path
     goes_on = goes_on and (any((folder / "checkpoints").glob("step-*")) or (folder / "held").exists())
-    kept = load_config(before).train.model_dump(mode="json") if goes_on else None
-    line = fill_own_train(values, lambda split: _samples(values, split), kept)
+    train_before = load_config(before).train.model_dump(mode="json") if goes_on else None
+    line = fill_own_train(values, lambda split: _samples(values, split), train_before)
     if line is not None:
         say(line)
 
@@ -296,8 +296,8 @@ def _range(profile: Profile, choice: VariantChoice, name: str) -> str:
 def _gain(choice: VariantChoice) -> str:
     plan, plain = choice.plan, choice.plain
     if plain.fits is False and plan.fits is not False:
-        lack = 0 if plain.shortfall is None else plain.shortfall.bytes
-        return f"it fits, and without them the best plan lacks {format_bytes(lack)}"
+        lacking_bytes = 0 if plain.shortfall is None else plain.shortfall.bytes
+        return f"it fits, and without them the best plan lacks {format_bytes(lacking_bytes)}"
     if plan.fits is False:
         needs, before = (format_bytes(candidate.peak_bytes or 0) for candidate in (plan, plain))
         return f"the largest rank needs {needs} instead of {before}"

@@ -177,18 +177,18 @@ class _Log:
         self._whole, self.first = whole_runs, first
         folder = cache.folder()
         self._path = None if folder is None else folder / "whole" / f"{digest.rpartition(':')[2][:32]}.json"
-        self._known: dict[str, float] = {}
+        self._ratios: dict[str, float] = {}
         if self._path is not None and self._path.exists():
-            self._known = files.read_json(self._path)
+            self._ratios = files.read_json(self._path)
 
     def ratios(self, choices: Sequence[Choice]) -> list[float]:
         """Return the ratio of each choice, from the log or from a run now."""
         texts = [json.dumps([sorted(self.first.items()), sorted(choice.items())]) for choice in choices]
-        new = {text: choice for text, choice in zip(texts, choices, strict=True) if text not in self._known}
+        new = {text: choice for text, choice in zip(texts, choices, strict=True) if text not in self._ratios}
         if new:
             (first, *_), *others = self._whole.seconds([self.first, *new.values()])
-            self._known |= {text: seconds[0] / first for text, seconds in zip(new, others, strict=True)}
+            self._ratios |= {text: seconds[0] / first for text, seconds in zip(new, others, strict=True)}
             if self._path is not None:
                 with contextlib.suppress(CapslogError):  # then it is measured again the next time
-                    files.write_text(self._path, json.dumps(self._known))
-        return [self._known[text] for text in texts]
+                    files.write_text(self._path, json.dumps(self._ratios))
+        return [self._ratios[text] for text in texts]

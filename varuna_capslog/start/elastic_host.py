@@ -300,7 +300,7 @@ def wait_for_store(run_dir: Path, store: str, seconds: float, say: Callable[[str
         StoreRefuses: the store has another secret than this machine.
         CapslogError: no machine serves the store in time, or the run's secret cannot be used.
     """
-    until, told = time.monotonic() + seconds, False
+    until, reported = time.monotonic() + seconds, False
     signs: dict[str, Sequence[object]] = {}
     while True:
         try:
@@ -324,7 +324,7 @@ def wait_for_store(run_dir: Path, store: str, seconds: float, say: Callable[[str
                 f"nobody serves the run's store at {store} ({why}); start a machine with "
                 f"--serve {store}, or check the address"
             )
-        if not told:
-            told = True
+        if not reported:
+            reported = True
             say(f"waiting for the run's store at {store}, up to {seconds:g} s")
         time.sleep(_LOOK_SECONDS)

@@ -33,14 +33,14 @@ from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import read_profile
 from varuna_capslog.training.run_setup import check_devices, check_room, choose_device
 
-__all__ = ["Equipment", "MemberFile", "capacity_of", "least_bytes", "main"]
+__all__ = ["MemberFile", "MemberParts", "capacity_of", "least_bytes", "main"]
 
 _MORE_DEVICES = 2
 """Plans are prepared for this many more devices than there are, so that a join needs no long search."""
 
 
 @dataclass(frozen=True)
-class Equipment:
+class MemberParts:
     """Parts of a member; a test or a measurement replaces some.
 
     Attributes:
@@ -77,15 +77,15 @@ class MemberFile:
                 files.write_json(self._path, {**self._known, "stage": stage, "generation": generation})
 
 
-def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> int:
+def main(arguments: Sequence[str] = (), parts: MemberParts | None = None) -> int:
     """Run one member of the run in the folder `arguments[0]`; return the exit status."""
     run_dir = Path(arguments[0])
-    return report_failures(run_dir, lambda wish: _take_part(run_dir, wish, equipment or Equipment()))
+    return report_failures(run_dir, lambda wish: _take_part(run_dir, wish, parts or MemberParts()))
 
 
-def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
+def _take_part(run_dir: Path, wish: StopWish, parts: MemberParts) -> int:
     log_to(sys.stderr)
-    start, store = enter(run_dir, wish, equipment.open_store)
+    start, store = enter(run_dir, wish, parts.open_store)
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)
     profile = run_dir / "profile.json"
@@ -98,13 +98,13 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     device, file = choose_device(config.device, local_rank()), MemberFile(run_dir, start.me)
     check_devices(config.pipeline.transport, device, local_rank())
     check_room(device, least_bytes(run.plan), f"member {start.me}, in the smallest place of the run's first plan,")
-    work = equipment.work(start, run, device, file.write_stage, equipment.observer)
-    newest = store.read()
-    if newest.number:  # others train already: make slow first calls now, before they wait for this member
+    work = parts.work(start, run, device, file.write_stage, parts.observer)
+    newest_generation = store.read()
+    if newest_generation.number:  # others train already: make slow first calls now, before they wait for this member
         work.loop.run_began = time.monotonic() - run_age(store, start.host)
         work.warm_up()
     capacity = capacity_of(config.pipeline.capacity, local_rank())
-    work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES, capacity)
+    work.placer.prepare(max(config.world_size, len(newest_generation.members)) + _MORE_DEVICES, capacity)
     gc.collect()
     gc.freeze()  # later collections need not scan the present objects
     options = RuntimeOptions(
@@ -112,9 +112,9 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         sync=config.elastic.protection == "sync",
         shadows=config.elastic.shadows,
         timeouts=Timeouts(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
-        probe=equipment.probe,
+        probe=parts.probe,
     )
-    return take_part(start, store, work, options, equipment.runtime)[1]
+    return take_part(start, store, work, options, parts.runtime)[1]
 
 
 def least_bytes(plan: Plan) -> int | None:
@@ -128,5 +128,5 @@ def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:
     """
     if capacity is None or isinstance(capacity, int):
         return capacity or 0
-    alone = "CAPSLOG_ONE_HOST" in os.environ
-    return capacity[device] if alone and device < len(capacity) else min(capacity)
+    one_host = "CAPSLOG_ONE_HOST" in os.environ
+    return capacity[device] if one_host and device < len(capacity) else min(capacity)

@@ -32,7 +32,6 @@ OFFERED = frozenset(
     detr_pipeline.rt_detr:workload
     varuna_capslog.model.hugging_face:model
     varuna_capslog.model.model_workload:workload
-    varuna_capslog.model.model_workload:workload
     varuna_capslog.own_data:ImageFolder
     varuna_capslog.own_data:TextFile
     varuna_capslog.own_data:TokenFile
@@ -74,8 +73,8 @@ def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> N
         check_run(place.parent, resolved)
         checked = {*_pickles(resolved)}
     if pickles := {*_pickles(load_config(path, overrides))} - checked:
-        told = [f"the pickle {pickle}" for pickle in sorted(pickles)]
-        raise CapslogError(_sentence(path, told, "nobody can read in a pickle what it will do"))
+        pickle_names = [f"the pickle {pickle}" for pickle in sorted(pickles)]
+        raise CapslogError(_sentence(path, pickle_names, "nobody can read in a pickle what it will do"))
 
 
 def mark_run(run_dir: Path) -> None:
@@ -93,7 +92,7 @@ def mark_run(run_dir: Path) -> None:
 def _code(config: Config) -> list[str]:
     """List the code besides `OFFERED` that the config would run, in words."""
     places = {f"{key}={name}": _file_of(name) for key, name in _leaves(config) if _is_code(name)}
-    names = [told if file is None else f"{told} ({file})" for told, file in places.items()]
+    names = [setting if file is None else f"{setting} ({file})" for setting, file in places.items()]
     return [*names, *(f"the pickle {path}" for path in _pickles(config))]
 
 

@@ -133,10 +133,10 @@ def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunF
 def _kept_checkpoints(config: Config) -> int:
     """Return the largest number of checkpoints on disk at once: the newest, the best, and the one being written."""
     train = config.train
-    most = train.checkpoint_keep + 1 + (train.evaluate_every is not None)
+    most_kept = train.checkpoint_keep + 1 + (train.evaluate_every is not None)
     if train.max_steps is None or train.evaluate_every:
-        return most
-    return min(most, 1 if train.checkpoint_every is None else 1 + (train.max_steps - 1) // train.checkpoint_every)
+        return most_kept
+    return min(most_kept, 1 if train.checkpoint_every is None else 1 + (train.max_steps - 1) // train.checkpoint_every)
 
 
 # -- Prepares a run before its first worker starts
@@ -198,8 +198,8 @@ def _checkpoint_bytes(profile: Profile | None) -> int | None:
         return None
     from varuna_capslog.membership.placing import state_bytes  # imports modules that only elastic runs need
 
-    kept = state_bytes(profile)
-    return None if kept is None else sum(kept[0])
+    layer_bytes = state_bytes(profile)
+    return None if layer_bytes is None else sum(layer_bytes[0])
 
 
 def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tuple[Config, Profile | None, Plan]:

@@ -163,7 +163,7 @@ class _Check:
             yield RunFinding("; ".join(plan.notes) or "no plan fits; add devices or capacity", "does_not_fit")
         else:
             yield from map(RunFinding, plan.notes)
-            yield RunFinding(_told(plan, settled, measured), "fact")
+            yield RunFinding(_plan_sentence(plan, settled, measured), "fact")
         yield from map(RunFinding, notes)
 
     def checkpoint(self) -> Iterator[RunFinding]:
@@ -250,8 +250,8 @@ def read_samples(config: Config) -> list[RunFinding]:
         except CapslogError:
             raise
         except Exception as error:  # of the user's own code
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            raise CapslogError(f"the first samples cannot be read ({told}); mend the data set") from error
+            sentence = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CapslogError(f"the first samples cannot be read ({sentence}); mend the data set") from error
         for name, count in counts.items():
             yield RunFinding(f"{count} {name} samples, the first can be read", "fact")
 
@@ -264,7 +264,7 @@ def _kind_of(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else accelerator.device_name(device.type)
 
 
-def _told(plan: Plan, config: Config, measured: bool) -> str:
+def _plan_sentence(plan: Plan, config: Config, measured: bool) -> str:
     sizes = _bytes_of_ranks(plan, config.world_size)
     most = f", at most {format_bytes(max(sizes))} on a rank" if sizes else ""
     by = f" by planner {plan.planner}" if plan.planner else ""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import imported
+from varuna_capslog.base.functions import import_function
 from varuna_capslog.base.tables import printable
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Callback:
     """A user's `package.module:function`, called with the numbers by name and their step."""
 
     def __init__(self, name: str) -> None:
-        self._function: Callable[[Mapping[str, float], int], object] = imported(name, f"train.loggers: {name!r}")
+        self._function: Callable[[Mapping[str, float], int], object] = import_function(name, f"train.loggers: {name!r}")
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._function(numbers, step)

@@ -81,7 +81,7 @@ def row_of(name: str, profile: Profile, planner: str, link: str, step_seconds: f
     auto = losses_of(placer, rate, "auto", step_seconds)
 
     def of(way: str, key: str) -> list[float]:
-        return [weighed.told[way][key] for weighed, _ in always if way in weighed.told]
+        return [weighed.event_fields[way][key] for weighed, _ in always if way in weighed.event_fields]
 
     def bytes_of(way: str) -> list[float]:
         return [moved + copied for moved, copied in zip(of(way, "moved_bytes"), of(way, "copied_bytes"), strict=True)]
@@ -103,7 +103,7 @@ def row_of(name: str, profile: Profile, planner: str, link: str, step_seconds: f
             }
             for way in ("new_cuts", "small_motion")
         },
-        "follow_megabytes": told([weighed.told["follow_bytes"] / 1e6 for weighed, _ in always], 1),
+        "follow_megabytes": told([weighed.event_fields["follow_bytes"] / 1e6 for weighed, _ in always], 1),
         "auto_small_motions": sum(weighed.plan is not None for weighed, _ in auto),
         "weighing_ms": told([1e3 * seconds for _, seconds in always], 1),
     }

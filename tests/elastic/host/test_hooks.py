@@ -18,7 +18,7 @@ from varuna_capslog import cli
 from varuna_capslog.base import clock, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic import on_notice, request_morph
-from varuna_capslog.elastic.host.hooks import belong, give_notice, notice_of, outlook, seconds_left, until
+from varuna_capslog.elastic.host.hooks import belong, deadline_fields, give_notice, notice_of, outlook, seconds_left
 from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry
 from varuna_capslog.plans.plan import Plan, write_plan
@@ -174,7 +174,7 @@ def test_a_clock_that_jumps_never_makes_a_deadline_later(jump: float, left: floa
     """Either machine's clock may jump. A worker that leaves too early loses nothing, one that stays too long may."""
     clock.use(lambda: 1_800_000_000.0)
     try:
-        entry = NoticeEntry("h-1", **until(60.0))
+        entry = NoticeEntry("h-1", **deadline_fields(60.0))
         clock.use(lambda: 1_800_000_000.0 + jump)
         assert seconds_left(entry) == pytest.approx(left)
     finally:

@@ -87,10 +87,10 @@ def test_what_is_told_during_an_outage_is_sent_in_order_when_it_is_over(connecte
         for number in range(3):
             link.tell(Said(number))
         assert link.new_member() is None, "no worker could join without a store"
-        link.found(0, link.store.read().successor(["h-1"]))
+        link.write_generation(0, link.store.read().successor(["h-1"]))
         assert not link.answers
         assert connected.lines == ["the store is gone; the run goes on, and stops safely at the next change"]
-    link.back()
+    link.store_back()
     link.tell(Said(3))
     assert [entry.get("number") for entry in connected.log(5)] == [1, 0, 1, 2, 3], "the generation, then what was kept"
     assert connected.lines[1:] == ["the store answers again"]
@@ -102,8 +102,8 @@ def test_a_log_that_was_not_heard_is_followed_again_from_where_it_was(connected)
     connected.log(1)
     link._unfollow()
     link.tell(Said(0))
-    link.unheard("the store is gone")
-    link.back()
+    link.follower_ended("the store is gone")
+    link.store_back()
     assert [entry["number"] for entry in connected.log(1)] == [0]
     link.leave()
     assert len(link.store.history()) == 3
@@ -287,13 +287,13 @@ def test_a_host_looks_after_hundreds_of_others_by_one_question(tmp_path: Path) -
     with contextlib.ExitStack() as stack:
         connected = Connected(tmp_path, stack, lease_seconds=0.4)
         store, questions = connected.link.store, Counter[str]()
-        ask = store.lines.ask
+        ask = store.client.ask
 
         def counted(*question: Any, wait: float = 0.0) -> Any:
             questions[question[0]] += 1
             return ask(*question, wait=wait)
 
-        store.lines.ask = counted
+        store.client.ask = counted
         connected.roster.hosts.update({f"g{number}": 8 for number in range(125)})
         wait_until(lambda: questions["values"] > 2)
         assert questions["get"] == 0

@@ -63,7 +63,7 @@ def departures_of(runtime: Any) -> NoticePolicy:
 
 def heard_by(runtime: Any) -> Callable[[NoticeEntry | HintEntry], m.ProtocolEvent]:
     policy = departures_of(runtime)
-    return lambda notice: policy.heard(notice, runtime.state)
+    return lambda notice: policy.event_of(notice, runtime.state)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_another_ones_deadline_counts_as_well_whoever_hears_of_it_first(clock: S
 def test_time_that_runs_out_is_seen_before_a_step_and_told_once_per_generation(clock: SimpleNamespace) -> None:
     runtime = member()
     policy = departures_of(runtime)
-    assert policy.heard(entry(seconds=60.0), runtime.state) == m.Wished(LEAVE)
+    assert policy.event_of(entry(seconds=60.0), runtime.state) == m.Wished(LEAVE)
     assert policy.watch(runtime.state) is None  # the protocol has not taken it yet
     runtime.state.wishes.changes = frozenset({LEAVE})
     clock.at += 40
@@ -146,8 +146,8 @@ def test_the_earliest_deadline_counts(clock: SimpleNamespace) -> None:
     runtime = member()
     policy = departures_of(runtime)
     runtime.state.wishes.changes = frozenset({LEAVE})
-    policy.heard(entry(seconds=30.0), runtime.state)
-    policy.heard(entry(seconds=120.0), runtime.state)
+    policy.event_of(entry(seconds=30.0), runtime.state)
+    policy.event_of(entry(seconds=120.0), runtime.state)
     clock.at += 25
     assert policy.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
 

@@ -12,7 +12,7 @@ from varuna_capslog.membership.changes import Phase, State
 from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.generation import Generation
 
-LIMITS = Timeouts(peer=30.0, change=2.0, again=0.5, gather=5.0)
+LIMITS = Timeouts(peer=30.0, change=2.0, retry=0.5, gather=5.0)
 NEW = State("m", "h", 0)
 ALL_HERE, ONE_ASTRAY = Roster(), Roster()
 for number, members in ((1, ["m", "n"]), (2, ["m"])):
@@ -28,11 +28,11 @@ class Clock:
 
     def moves(self, at: float, state: State) -> None:
         self.now = at
-        self.waiting.moved(state)
+        self.waiting.restart(state)
 
     def ended(self, at: float) -> None:
         self.now = at
-        self.waiting.ended()
+        self.waiting.limit_passed()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_slow_steps_are_gathered_for_longer(clock: Clock) -> None:
     state = in_phase(Phase.GATHER)
     clock.moves(110.0, state)
     assert clock.waiting.ends(state, 4.0, 0.0, ALL_HERE) == 122.0
-    assert (LIMITS.alone(0.0), LIMITS.alone(1.0), LIMITS.alone(4.0)) == (30.0, 5.0, 12.0)
+    assert (LIMITS.without_events(0.0), LIMITS.without_events(1.0), LIMITS.without_events(4.0)) == (30.0, 5.0, 12.0)
 
 
 def test_a_run_goes_back_at_once_where_nobody_can_come_who_holds_more(clock: Clock) -> None:

@@ -96,7 +96,7 @@ def test_what_one_member_has_found_is_sent_and_expected_by_all() -> None:
     told: Any = first._parts.peers
     assert [(target, kind) for target, kind, _ in told.messages] == [("a-2", "plan"), ("a-3", "plan")]
     for training, (_, _, header) in zip((second, third), told.messages, strict=True):
-        training._parts.proposals.heard(header["members"], header["plan"])
+        training._parts.proposals.record(header["members"], header["plan"])
         assert training.prepare(leave)
         assert not training._awaited
     assert [

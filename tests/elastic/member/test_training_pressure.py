@@ -35,5 +35,5 @@ def test_a_copy_of_the_host_tier_that_failed_lacks_no_bytes_of_the_device() -> N
     failed = HostTierFailed("a copy to or from the host tier (memory) failed: OSError: broken")
     lack = lack_of(failed)
     assert lack == Lack(0, str(failed))
-    assert lack.told("m1", 3) == f"m1 could not make step 3, since {failed}"
+    assert lack.sentence("m1", 3) == f"m1 could not make step 3, since {failed}"
     assert lack_of(CapslogError("the host tier is full")) is None

@@ -24,7 +24,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
 from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreGone, StoreServer, open_store
-from varuna_capslog.elastic.store.server import StoreLines
+from varuna_capslog.elastic.store.server import StoreClient
 from varuna_capslog.membership.generation import EMPTY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -232,16 +232,16 @@ def test_a_follower_that_comes_late_reads_the_log_in_batches(port, monkeypatch):
     changes gave up before the end.
     """
     questions: list[Any] = []
-    ask = StoreLines.ask
+    ask = StoreClient.ask
 
-    def counted(lines, *question, **options):
+    def counted(client, *question, **options):
         questions.append(question[0])
-        return ask(lines, *question, **options)
+        return ask(client, *question, **options)
 
     with client(port) as store:
         for number in range(300):
             store.append({"kind": "said", "number": number})
-        monkeypatch.setattr(StoreLines, "ask", counted)
+        monkeypatch.setattr(StoreClient, "ask", counted)
         with client(port) as late:
             heard: list[dict] = []
             late.follow(heard.append, heard.append)
@@ -330,7 +330,7 @@ def test_a_killed_store_is_gone_for_calls_and_followers_and_an_empty_one_in_its_
 
 def test_a_store_that_hangs_is_gone_within_the_bound_and_followers_hear_it_by_themselves():
     with served_elsewhere() as (process, port), client(port, answer_seconds=0.5) as store:
-        store.lines.open_seconds = 0.5  # not from the start: a slow name server may hold up the first connection
+        store.client.open_seconds = 0.5  # not from the start: a slow name server may hold up the first connection
         lost: list[str] = []
         store.follow(lambda entry: None, lost.append)
         store.append({"kind": "x"})
@@ -383,7 +383,7 @@ def test_a_connection_that_breaks_while_it_is_made_is_made_again(port, spoils):
 
 def test_a_partition_without_a_word_is_noticed(port):
     with relay(port) as between, client(between.port, answer_seconds=0.4) as far, client(port) as near:
-        far.lines.open_seconds = 0.4
+        far.client.open_seconds = 0.4
         heard: list[dict] = []
         lost: list[str] = []
         far.follow(heard.append, lost.append)

@@ -109,10 +109,10 @@ def test_whatever_a_question_raises_ends_its_connection_and_its_sign_of_life(ser
     reader.close()
 
 
-def test_a_store_whose_door_fails_is_gone_for_all(server, monkeypatch):
+def test_a_store_whose_listener_fails_is_gone_for_all(server, monkeypatch):
     """Otherwise connected clients would go on without those that cannot connect."""
     line = connected(server)
-    monkeypatch.setattr(server._door, "_accept", lambda: {}["nobody expected this"])
+    monkeypatch.setattr(server._listener, "_accept", lambda: {}["nobody expected this"])
     with pytest.raises((EOFError, ConnectionError)):
         dial("127.0.0.1", server.port, SECRET.key(PURPOSE), 5.0)
     with pytest.raises((EOFError, ConnectionError)):
@@ -182,7 +182,7 @@ def test_a_long_log_comes_in_bounded_batches(server):
     text = "x" * 100_000
     for number in range(60):
         store.append({"kind": "x", "number": number, "text": text})
-    batch, length = store.lines.ask("entries", 0, 0)
+    batch, length = store.client.ask("entries", 0, 0)
     assert 0 < len(batch) < 60 == length
     assert [entry["number"] for entry in store.history()] == list(range(60))
     store.close()

@@ -32,7 +32,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.base.secret import run_secret
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.host.hooks import until
+from varuna_capslog.elastic.host.hooks import deadline_fields
 from varuna_capslog.membership.entries import NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Generation, Member, Stamp
 from varuna_capslog.model.chain import Chain
@@ -262,7 +262,7 @@ class Machines:
             urgent: at once, without handing over its state.
             deadline: seconds until then; None: the member leaves when it is ready.
         """
-        self.store.append(NoticeEntry(member, urgent, source=source, **until(deadline)))
+        self.store.append(NoticeEntry(member, urgent, source=source, **deadline_fields(deadline)))
 
     def lose_store_server(self, number: int, seconds: float) -> None:
         """Kill one of etcd's servers; it comes back after `seconds`."""

@@ -94,7 +94,7 @@ class PostWorld(World):
                 self.mail |= {("offer", effect.generation, effect.step, i)}
             case m.Ask():
                 self.mail |= {("ask", i, self.index[member]) for member in effect.members}
-            case m.Bid():
+            case m.LetLeave():
                 self.mail |= {("bye", effect.generation, i, self.index[member]) for member in effect.members}
             case m.Prepare(hinted=False) if self.job.shadows:
                 self.mail = frozenset(entry for entry in self.mail if entry[:2] != ("prepare", i))

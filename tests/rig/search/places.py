@@ -13,7 +13,7 @@ from varuna_capslog.membership.messages import CompareAndSet
 from varuna_capslog.membership.placing import Choice
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.redundancy import place_copies
-from varuna_capslog.membership.small_motion import among, bare, follows_a_loss, given, kept_copies, ways_to_give
+from varuna_capslog.membership.small_motion import among, bare, follows_a_loss, give_stage, kept_copies, ways_to_give
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import Plan, plan_of_pipelines
 from varuna_capslog.schedules import Edge
@@ -90,7 +90,7 @@ def with_small_motion(effect: CompareAndSet, state: State, dice: random.Random) 
     while plan is not None and (gone := [n for n, stage in enumerate(plan.stages) if stage.rank not in places]):
         ways = list(ways_to_give(plan, gone[0], list(places)))
         plan = next(
-            (candidate for way in dice.sample(ways, len(ways)) if (candidate := given(plan, gone[0], way))), None
+            (candidate for way in dice.sample(ways, len(ways)) if (candidate := give_stage(plan, gone[0], way))), None
         )
     if plan is None:
         return effect

@@ -142,7 +142,7 @@ class RandomHistory(World):
                 post(("received", i, -1, number, layer))
             case m.Ask(members):
                 self.pool += [("asked", self.index[member], i) for member in members]
-            case m.Bid(number, members):
+            case m.LetLeave(number, members):
                 self.pool += [("bye", self.index[member], i, number) for member in members]
             case m.Prepare(number, changes, hinted=False):
                 post(("prepared", i, number, changes))

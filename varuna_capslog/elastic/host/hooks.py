@@ -138,8 +138,8 @@ def give_notice(
         if member is not None:
             if member not in roster.members:
                 raise CapslogError(f"no worker {member!r} in this run; there are {_listed(roster.members)}")
-            told = HintEntry if hint else NoticeEntry
-            store.append(told(member, urgent, source="person", **until(seconds)).to_json())
+            entry_type = HintEntry if hint else NoticeEntry
+            store.append(entry_type(member, urgent, source="person", **deadline_fields(seconds)).to_json())
             return f"worker {member}"
         if host is None:
             if len(roster.hosts) != 1:
@@ -148,7 +148,7 @@ def give_notice(
         if host not in roster.hosts:
             raise CapslogError(f"no host {host!r} in this run; there are {_listed(roster.hosts)}")
         kind = "hint" if hint else "now" if urgent else "leave"
-        store.append(AnnounceEntry(host, kind, id=uuid.uuid4().hex, **until(seconds)).to_json())
+        store.append(AnnounceEntry(host, kind, id=uuid.uuid4().hex, **deadline_fields(seconds)).to_json())
         return f"host {host}"
 
 
@@ -167,7 +167,7 @@ def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float
     """Raise CapslogError unless this store's host uses the same folder, which may be a slow shared one: so wait."""
     until = time.monotonic() + seconds
     while True:
-        if _place(run_dir).is_file() and _told(run_dir)[1] == identity:
+        if _place(run_dir).is_file() and _read_address(run_dir)[1] == identity:
             return
         if time.monotonic() > until:
             raise CapslogError(
@@ -177,7 +177,7 @@ def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float
         time.sleep(0.1)
 
 
-def until(seconds: float | None) -> dict[str, Any]:
+def deadline_fields(seconds: float | None) -> dict[str, Any]:
     """Return the fields `deadline` and `left` of an entry whose deadline is in `seconds`; None: no deadline."""
     if seconds is None:
         return {"deadline": None, "left": None}
@@ -245,15 +245,15 @@ def _where(run_dir: Path | str | None) -> tuple[str, str | None, Path]:
             f"no elastic run is going on in {run_dir}: it has no workers/{place.name}; check the path, or start one "
             "with `capslog train CONFIG elastic.enabled=true`"
         )
-    return *_told(Path(run_dir)), Path(run_dir)
+    return *_read_address(Path(run_dir)), Path(run_dir)
 
 
-def _told(run_dir: Path) -> tuple[str, str]:
-    """Address and identity of a run's store, as `tell_address` wrote them."""
+def _read_address(run_dir: Path) -> tuple[str, str]:
+    """Read address and identity of a run's store, as `tell_address` wrote them."""
 
     def read() -> tuple[str, str]:
-        told = fields.mapping(files.read_json(place), "what it holds")
-        return fields.text(told.get("address"), "address"), fields.text(told.get("identity"), "identity")
+        record = fields.mapping(files.read_json(place), "what it holds")
+        return fields.text(record.get("address"), "address"), fields.text(record.get("identity"), "identity")
 
     place = _place(run_dir)
     return fields.within(str(place), read)

@@ -59,11 +59,11 @@ class Host:
         self.options = options
         self.roster = Roster()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread of `run`
-        self.link = HostStore(options, self.roster, self._logged, self._host_silent, self._calls.put)
+        self.link = HostStore(options, self.roster, self._take_entry, self._host_silent, self._calls.put)
         self._settling: dict[Member, float] = {}
         self._useless: dict[int, int] = {}
         self._founded = 0.0
-        self._asked = 0
+        self._stop_requests = 0
         self._called_off = False  # by `options.look`
         self._noticed = False
         self._acknowledged = False
@@ -78,7 +78,7 @@ class Host:
 
     def stop(self) -> None:
         """Ask the workers to stop at the next boundary, as Ctrl-C does; called again, kill them."""
-        self._calls.put(self._signalled)
+        self._calls.put(self._stop_workers)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Host:
                 with contextlib.suppress(queue.Empty):
                     self._calls.get(timeout=POLL_SECONDS)()
                 self._check_liveness()
-                if not (self._called_off or self._asked) and self.options.look():
+                if not (self._called_off or self._stop_requests) and self.options.look():
                     self._called_off = True
                     self.workers.signal(signal.SIGINT)
             self.workers.say_losses(all_of_them=True)
@@ -129,15 +129,15 @@ class Host:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.unlink(missing_ok=True)  # a notice that was meant for an earlier run
             sources = auto_sources(self.link.name, file=file)
-        return Gathering(sources, lambda announcement: self._calls.put(partial(self._announced, announcement)))
+        return Gathering(sources, lambda announcement: self._calls.put(partial(self._take_announcement, announcement)))
 
     def _is_over(self) -> bool:
         if self.workers.living() or self._settling:
             return False
-        unneeded = self.roster.finished is not None or self._asked or self._noticed or not self.link.answers
+        unneeded = self.roster.finished is not None or self._stop_requests or self._noticed or not self.link.answers
         if self._resting and self.roster.members and not unneeded:
             return False
-        return not self.link.ends_with_us or self._asked > 1 or set(self.roster.hosts) <= {self.link.name}
+        return not self.link.ends_with_us or self._stop_requests > 1 or set(self.roster.hosts) <= {self.link.name}
 
     def _end(self) -> HostEnd:
         finished, failed, run_dir = self.roster.finished, self.roster.failed_for_all, self.options.run_dir
@@ -145,9 +145,9 @@ class Host:
             member, cause = str(failed["member"]), f"{failed['cause']}; then the same command {self._resume_hint()}"
             failure = Failure(-1, cause, str(failed["kind"]), wall_seconds(), member=member)
             raise WorkerFailed(failure, self.workers.log(member), everywhere=True)
-        if self._asked:
+        if self._stop_requests:
             how = "stopped cleanly" if finished is not None else "stopped"
-            how = "killed in the middle of a step" if finished is None and self._asked > 1 else how
+            how = "killed in the middle of a step" if finished is None and self._stop_requests > 1 else how
             step = last_step(run_dir) if finished is None else finished.step
             reached = f" after step {step}" if step else ""
             goes_on = f"continues the run in {run_dir}" if finished is not None else self._resume_hint()
@@ -180,7 +180,7 @@ class Host:
         if worker.verdict is None and status in (0, 130):
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
-        failure = self.workers.failure(worker, status, self._asked)
+        failure = self.workers.failure(worker, status, self._stop_requests)
         self.link.tell(entries.DeadEntry(worker.member, failure.sentence(), self.link.name, loss_cause(failure)))
         self.workers.say_losses()
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
@@ -190,7 +190,7 @@ class Host:
         useless = 0 if self.roster.was_named(worker.member) else self._useless.get(worker.slot, 0) + 1
         self._useless[worker.slot] = useless
         wanted = self.options.settings.replace_lost and lost and self.roster.finished is None
-        if not wanted or self.workers.server_gone or self._asked or self._noticed:
+        if not wanted or self.workers.server_gone or self._stop_requests or self._noticed:
             return
         if useless >= HOPELESS:
             where = f"device {worker.slot} of {self.link.name}"
@@ -198,13 +198,13 @@ class Host:
             return
         self._start(worker.slot)
 
-    def _logged(self, value: dict[str, Any]) -> None:
+    def _take_entry(self, value: dict[str, Any]) -> None:
         self.link.write_event(value)
         entry = self.roster.take(value)
         if self.options.serves and self.roster.is_complete(self.options.hosts):
-            self._found()
+            self._write_first_generation()
         ends = isinstance(entry, entries.DeadEntry | entries.LeftEntry | entries.GenerationEntry)
-        if ends and self.roster.has_no_voter_left and not self._asked:
+        if ends and self.roster.has_no_voter_left and not self._stop_requests:
             self._park()
         self.workers.take(entry)
         match entry:
@@ -225,30 +225,30 @@ class Host:
             case entries.AnnounceEntry(self.link.name):
                 self._gathering.hear(hooks.notice_of(entry, self.link.name))
 
-    def _found(self) -> None:
+    def _write_first_generation(self) -> None:
         """Write the first generation, with all members that begin together: none trains alone while others load."""
-        self.link.found(0, Generation(1, tuple(self.roster.members), checkpoint=self.options.first))
+        self.link.write_generation(0, Generation(1, tuple(self.roster.members), checkpoint=self.options.first))
 
     def _park(self) -> None:
         """Write a generation without members: all voters have ended, and the next members load a checkpoint."""
         lost = self.roster.generation
         self.options.say(f"all {len(lost.members)} member(s) are lost; whoever comes goes on from the last checkpoint")
-        self.link.found(lost.number, lost.parked(self.roster.checkpoint))
+        self.link.write_generation(lost.number, lost.parked(self.roster.checkpoint))
 
-    def _announced(self, announcement: Announcement) -> None:
+    def _take_announcement(self, announcement: Announcement) -> None:
         notice = announcement.of(self.link.name)
         if notice is None:
             return
         remaining = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
-        until = hooks.until(remaining)
+        deadline = hooks.deadline_fields(remaining)
         self.options.say(f"notice from {notice}")
         if notice.kind is Kind.HINT:  # a hint changes no membership
             for worker in self.workers.living():
-                self.link.tell(entries.HintEntry(worker.member, source=notice.source, **until))
+                self.link.tell(entries.HintEntry(worker.member, source=notice.source, **deadline))
             return
-        self._noticed = True
+        self._noticed, urgent = True, notice.kind is Kind.NOW
         for worker in self.workers.living():
-            self.link.tell(entries.NoticeEntry(worker.member, notice.kind is Kind.NOW, source=notice.source, **until))
+            self.link.tell(entries.NoticeEntry(worker.member, urgent, source=notice.source, **deadline))
 
     def _host_silent(self, host: str, why: str) -> None:
         if host not in self.roster.hosts:
@@ -260,11 +260,11 @@ class Host:
                 self.link.tell(entries.DeadEntry(member, why, self.link.name, "host"))
         self.link.tell(entries.HostsEntry(host, "lost"))
 
-    def _signalled(self) -> None:
-        self._asked += 1
-        if self._asked == 1:
+    def _stop_workers(self) -> None:
+        self._stop_requests += 1
+        if self._stop_requests == 1:
             self.options.say("stopping at the end of this step; Ctrl-C again kills the workers at once")
-        self.workers.signal(signal.SIGINT if self._asked == 1 else signal.SIGKILL)
+        self.workers.signal(signal.SIGINT if self._stop_requests == 1 else signal.SIGKILL)
 
     # -- periodic checks -----------------------------------------------------------------------------------------------
 

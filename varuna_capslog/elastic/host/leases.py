@@ -68,8 +68,8 @@ class HostStore:
 
     Args:
         roster: content of the log so far; updated by the host.
-        logged: called in the host's thread with every entry of the log.
-        silent: called in the host's thread with the name of a host without a sign of life, and the reason.
+        take_entry: called in the host's thread with every entry of the log.
+        host_silent: called in the host's thread with the name of a host without a sign of life, and the reason.
         later: queues a function for the host's thread; may be called in any thread.
 
     Attributes:
@@ -85,8 +85,8 @@ class HostStore:
         self,
         options: HostOptions,
         roster: Roster,
-        logged: Callable[[dict[str, Any]], None],
-        silent: Callable[[str, str], None],
+        take_entry: Callable[[dict[str, Any]], None],
+        host_silent: Callable[[str, str], None],
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         self.address = options.store or options.serve_at
@@ -94,7 +94,7 @@ class HostStore:
         self.answers = True
         self.ends_with_us = False
         self._options, self._roster = options, roster
-        self._logged, self._silent, self._later = logged, silent, later
+        self._take_entry, self._host_silent, self._later = take_entry, host_silent, later
         self._untold: list[Entry] = []
         self._offset = 0  # generation n of the store is n + offset in the run's files
         self._noticed: dict[Member, bool] = {}  # member -> urgent
@@ -154,7 +154,7 @@ class HostStore:
                 self.store.append(entry.to_json())
                 return
             except StoreGone as error:
-                self.lost(str(error))
+                self.store_lost(str(error))
         self._untold.append(entry)
 
     def run_begins(self) -> None:
@@ -164,7 +164,7 @@ class HostStore:
     def _age(self) -> float:
         return 0.0 if self._run_began is None else time.monotonic() - self._run_began
 
-    def found(self, expected: int, record: Generation) -> None:
+    def write_generation(self, expected: int, record: Generation) -> None:
         """Write a generation, if the number of the newest is still `expected` and the store answers."""
         with contextlib.suppress(StoreGone):
             self.store.compare_and_set(expected, record)
@@ -174,10 +174,10 @@ class HostStore:
         try:
             return f"{self.name}-{self.store.count(f'members/{self.name}')}"
         except StoreGone as error:
-            self.lost(str(error))
+            self.store_lost(str(error))
             return None
 
-    def lost(self, why: str) -> None:
+    def store_lost(self, why: str) -> None:
         """Record that the store does not answer; tell the user once."""
         if self.answers and self._roster.finished is None:
             self._options.say(f"{why}; the run goes on, and stops safely at the next change")
@@ -185,12 +185,12 @@ class HostStore:
         if self._roster.finished is not None:
             self._roster.hosts.clear()  # the host that served it has ended
 
-    def unheard(self, why: str) -> None:
+    def follower_ended(self, why: str) -> None:
         """Record that the thread that follows the log has ended; it has passed on all entries that it received."""
         self._unfollow = None
-        self.lost(why)
+        self.store_lost(why)
 
-    def back(self) -> None:
+    def store_back(self) -> None:
         """Record that the store answers: send the kept entries, and follow the log again."""
         if not self.answers:
             self._options.say("the store answers again")
@@ -247,8 +247,8 @@ class HostStore:
 
     def _follow(self) -> None:
         self._unfollow = self.store.follow(
-            lambda entry: self._later(partial(self._logged, entry)),
-            lambda why: self._later(partial(self.unheard, why)),
+            lambda entry: self._later(partial(self._take_entry, entry)),
+            lambda why: self._later(partial(self.follower_ended, why)),
             self._roster.taken,
         )
 
@@ -289,7 +289,7 @@ class HostStore:
                 host_signs = self.store.signs_of(others)
             except StoreGone:
                 answers, self._late_call = False, began
-                self._later(partial(self.lost, "the store does not answer"))
+                self._later(partial(self.store_lost, "the store does not answer"))
                 continue
             now = time.monotonic()
             if now - began > seconds / 2:
@@ -301,13 +301,13 @@ class HostStore:
                 if away or peer not in changed or sign != signs[peer]:
                     signs[peer], changed[peer] = sign, now
                 elif now - changed[peer] > seconds:
-                    self._later(partial(self._silent, peer, f"does not answer for {seconds:g} s"))
+                    self._later(partial(self._host_silent, peer, f"does not answer for {seconds:g} s"))
                 elif sign is not None and sign.endswith(ENDED):
-                    self._later(partial(self._silent, peer, "has ended: its connection to the store was closed"))
+                    self._later(partial(self._host_silent, peer, "has ended: its connection to the store was closed"))
             for gone in set(changed) - set(host_signs):
                 del signs[gone], changed[gone]
             older = max(map(age_of, host_signs.values()), default=0.0)
             if older > self._age():
                 self._run_began = now - older
             answers = True
-            self._later(self.back)
+            self._later(self.store_back)

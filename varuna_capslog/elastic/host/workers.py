@@ -16,7 +16,7 @@ from typing import Any
 
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.failures import Failure, ended, read_failure, root_cause
+from varuna_capslog.base.failures import Failure, exit_failure, read_failure, root_cause
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.base.machine_memory import MemoryKills
 from varuna_capslog.base.processes import is_stopped, signal_group, write_unless_there
@@ -308,8 +308,8 @@ class HostWorkers:
             return Failure(worker.slot, cause, "signal", wall_seconds(), loss=loss, **about)
         report = read_failure(self._options.folder / f"{worker.member}.error.json", worker.slot, None, **about)
         log, short = self.log(worker.member), self._memory_kills.any_now()
-        seen = ended(worker.slot, status, log, wall_seconds(), memory_killed=short, **about)
-        return seen if status < 0 or report is None else report
+        observed_failure = exit_failure(worker.slot, status, log, wall_seconds(), memory_killed=short, **about)
+        return observed_failure if status < 0 or report is None else report
 
     def say_losses(self, all_of_them: bool = False) -> None:
         """Print the failures that are due, or all; none if the run ended by a failure of all, which `Host` raises."""

@@ -108,8 +108,8 @@ class Balance:
         if self._promised is not None and self._promised[0] is not self._plan:  # the change has been made
             _, before, gain = self._promised
             self._promised = None
-            kept = before / statistics.median(self._steps) >= (1 + gain) / 2
-            self._patience = WINDOW if kept else 2 * self._patience
+            promise_kept = before / statistics.median(self._steps) >= (1 + gain) / 2
+            self._patience = WINDOW if promise_kept else 2 * self._patience
 
     def seated(self, seats: Sequence[Seat]) -> list[Seat]:
         """Return the seats with the known speeds of their devices."""
@@ -187,8 +187,8 @@ def _played(placer: Placer, plan: Plan, speeds: Sequence[float]) -> Played:
 
 
 def _beside_the_fastest(speeds: dict[Member, float]) -> dict[Member, float]:
-    most = max(speeds.values(), default=1.0)
-    relative = {member: max(0.01, round(speed / most, 2)) for member, speed in speeds.items()}
+    fastest_speed = max(speeds.values(), default=1.0)
+    relative = {member: max(0.01, round(speed / fastest_speed, 2)) for member, speed in speeds.items()}
     return {member: 1.0 if speed >= _ALIKE else speed for member, speed in relative.items()}
 
 
@@ -201,17 +201,17 @@ def _are_same(speeds: dict[Member, float], others: dict[Member, float]) -> bool:
 
 class Pace:
     """Planned step times of the generations that one member trained in. run: shape of the whole step, for all that
-    plans leave open. told: fields on the plan for the event of the newest generation.
+    plans leave open. event_fields: on the plan for the event of the newest generation.
     """
 
     def __init__(self, run: RunShape, device: str) -> None:
         self._run, self._device = run, device
         self._before: float | None = None
-        self.told: dict[str, Any] = {}
+        self.event_fields: dict[str, Any] = {}
 
     def begin(self, plan: Plan) -> None:
         """Begin a generation that trains by this plan."""
-        self.told = self._of(plan)
+        self.event_fields = self._of(plan)
 
     def _of(self, plan: Plan) -> dict[str, Any]:
         """Fields on a plan: "planned_step_seconds"; "planned_step_ratio" to the plan before, if that is known;

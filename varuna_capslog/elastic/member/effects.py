@@ -82,7 +82,7 @@ class Effects:
                 self._prepare(effect)
             case m.SaveAll():
                 self._training.save_all = True
-            case m.Bid():
+            case m.LetLeave():
                 for member in effect.members:
                     self._parts.peers.send(member, "farewell", generation=effect.generation)
             case m.Ask():
@@ -126,7 +126,7 @@ class Effects:
         self._parts.report.proposal_seconds = time.perf_counter() - began
         if weighed is not None:
             plan, copies = weighed.plan or plan, weighed.copies
-            return dataclasses.replace(record, plan=plan, copies=copies, motion=weighed.told)
+            return dataclasses.replace(record, plan=plan, copies=copies, motion=weighed.event_fields)
         return record if plan is None else dataclasses.replace(record, plan=plan)
 
     def _weighed(self, record: Generation, seats: Sequence[Seat], plan: Plan | None) -> Weighed | None:
@@ -214,11 +214,11 @@ class Effects:
         group = self._parts.path.take(record)
         if group is None:
             return broken
-        communicator, told = group
+        communicator, knowledge = group
         states = parts.holdings.all_at(sorted(self._loop.state.roles.own), effect.base)
         parts.report.opened(record.members, self._loop.roster.dead, decided.moved_bytes)
         opening = Opening(
-            record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told
+            record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, knowledge
         )
         try:
             parts.work.open(opening, communicator, states)

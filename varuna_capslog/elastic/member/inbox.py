@@ -100,7 +100,7 @@ class Peers:
         listener = listen(address)
         host, port = listener.getsockname()[:2]
         self.address = f"{host}:{port}"
-        self._door = AuthenticatedListener(listener, key, self._admitted, self._fail, "peers-door")
+        self._listener = AuthenticatedListener(listener, key, self._admitted, self._fail, "peers-door")
 
     def send(self, target: Member, kind: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
         """Queue a message without blocking. Its tensors must not change until the receiver is known to have them. A
@@ -135,7 +135,7 @@ class Peers:
     def close(self, flush_seconds: float) -> None:
         """Close all connections, each once its queued messages are sent or `flush_seconds` have passed."""
         self._closed = True
-        self._door.close()
+        self._listener.close()
         with self._lock:
             everything = [*self._outgoing.values()]
             incoming = [*self._incoming]

@@ -83,8 +83,8 @@ class ChangeReport:
     @property
     def gap_seconds(self) -> float:
         """Expected seconds until the next change: the mean of `USUAL_GAP` and the gaps seen here."""
-        seen = 0.0 if self.first_apply is None else time.monotonic() - self.first_apply
-        return (USUAL_GAP + seen) / (1 + self.changes)
+        seen_seconds = 0.0 if self.first_apply is None else time.monotonic() - self.first_apply
+        return (USUAL_GAP + seen_seconds) / (1 + self.changes)
 
     def timed(self, place: Place) -> Place:
         """Wrap `place` so that the report has the seconds of its last call."""
@@ -229,7 +229,7 @@ class Incoming:
             case "met":
                 return True
             case "plan":
-                self._parts.proposals.heard(message.header["members"], message.header["plan"])
+                self._parts.proposals.record(message.header["members"], message.header["plan"])
                 return True
             case "ahead":
                 self._parts.work.learn(message.header["found"])

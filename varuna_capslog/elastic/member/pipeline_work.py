@@ -166,9 +166,9 @@ class PipelineWork(Work):
         setup, minibatch = self.setup, self.setup.feed().minibatch(1)
         one_microbatch = dataclasses.replace(minibatch, inputs=minibatch.inputs[:1])
         options = dataclasses.replace(setup.options, num_microbatches=1, num_blocks=1)
-        alone = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
+        lone_communicator = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
         layout = Layout.pipelines((0,), len(self.chain))
-        engine = self._engine(layout, options, alone, Ready(self._table, layers={}))
+        engine = self._engine(layout, options, lone_communicator, Ready(self._table, layers={}))
         inputs = {name: tensor.to(self.device) for name, tensor in setup.source.load(minibatch, 0).items()}
         with contextlib.suppress(StepRefused):
             train_step(engine, 1, one_microbatch, lambda microbatch: inputs)
@@ -230,7 +230,7 @@ class PipelineWork(Work):
         layout = self._run.layout_of(plan)
         assert layout.layers_of(communicator.rank) == sorted(states), "a plan of other members"
         kept = self._copies.ready(states, opening.layout.copied.get(self.start.me, ()))
-        ready = Ready(self._table, kept, next((names for names in opening.told if names is not None), None))
+        ready = Ready(self._table, kept, next((names for names in opening.knowledge if names is not None), None))
         schedule = plan.schedule or self.setup.options.schedule
         options = dataclasses.replace(self.setup.options, actions=plan.actions, schedule=schedule)
         engine = self._engine(layout, options, communicator, ready)
@@ -363,7 +363,7 @@ class PipelineWork(Work):
             details |= {"cuts": ways[0], "replicas": layout.replicas, "idle": idle}
             if len(ways) > layout.replicas:
                 details["ways"] = ways
-            details |= self._pace.told
+            details |= self._pace.event_fields
             if self.setup.total_steps is not None:
                 details["last_step"] = self.setup.total_steps
         generation = int(details.pop("generation", 0)) + self.start.offset

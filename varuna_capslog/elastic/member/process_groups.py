@@ -79,9 +79,9 @@ class ProcessGroups:
         def open_it() -> None:
             try:
                 communicator = connect_group(self._rendezvous(), name, rank, size, self._timeouts.peer)
-                told = tuple(communicator.gather(self._knows()))
+                knowledge = tuple(communicator.gather(self._knows()))
                 self._begin_pairs(communicator, pairs)
-                future.set_result((communicator, told))
+                future.set_result((communicator, knowledge))
             except Exception as error:
                 # a new error without the traceback, which would keep the store's connection open until it is collected
                 future.set_exception(CapslogError(f"the group of generation {generation} cannot be opened: {error}"))
@@ -197,7 +197,7 @@ class Proposals:
             self._peers.send(member, "plan", generation=record.number, members=members, plan=text)
         return True
 
-    def heard(self, members: Sequence[Member], plan: Any) -> None:
+    def record(self, members: Sequence[Member], plan: Any) -> None:
         """Record a plan that the first voter has sent. Raises CapslogError for a text that is no plan."""
         self.known[tuple(members)] = None if plan is None else Plan.from_json(plan, "the plan of the next generation")
 

@@ -59,7 +59,7 @@ class NoticePolicy:
         self._gave_up = 0  # the generation in which its deadline was found too close to prepare
         self._known: tuple[tuple[frozenset[m.Change], Member, int, int], Mapping[int, int]] | None = None
 
-    def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.ProtocolEvent:
+    def event_of(self, entry: NoticeEntry | HintEntry, state: State) -> m.ProtocolEvent:
         """Return the protocol's event for a notice or hint in the log."""
         member, notice = entry.member, notice_of(entry, entry.member)
         if member == self._me and notice.deadline is not None:
@@ -83,15 +83,15 @@ class NoticePolicy:
     def _event(self, notice: Notice, member: Member, state: State) -> m.ProtocolEvent:
         if notice.kind is Kind.HINT:
             return m.Hint(("leave", member))
-        late, alone = self._is_late(notice, member, state), False
+        late, save = self._is_late(notice, member, state), False
         if late:
             changes = state.wishes.changes | {("leave", member)}
             layout, stay = state.roles.layout, stay_with(state.record, changes)
             # the remaining members do not hold all layers: a checkpoint must come first
-            alone = layout is not None and bool(stay) and not layout.covers(stay)
+            save = layout is not None and bool(stay) and not layout.covers(stay)
             if member == self._me:
                 self._gave_up = state.record.number
-        return m.Wished(("leave", member), urgent=late or notice.kind is Kind.NOW, save=alone)
+        return m.Wished(("leave", member), urgent=late or notice.kind is Kind.NOW, save=save)
 
     def _is_late(self, notice: Notice, member: Member, state: State) -> bool:
         """True where the deadline comes before the member's layers can have moved."""
@@ -180,7 +180,7 @@ class Runtime:
                 self.feed(m.Enter())
             while self._end is None:
                 if self.training.todo is not None:
-                    with self.inbox.busy(self._timeouts.alone(self.training.usual_seconds)):
+                    with self.inbox.busy(self._timeouts.without_events(self.training.usual_seconds)):
                         self.training.step()
                 else:
                     self._listen()
@@ -288,7 +288,7 @@ class Runtime:
             elif time.monotonic() >= self._limit():
                 self._limit_passed()
             return
-        with self.inbox.busy(self._timeouts.alone(self.training.usual_seconds)):
+        with self.inbox.busy(self._timeouts.without_events(self.training.usual_seconds)):
             self._happened(kind, payload)
             self.drain()
 
@@ -303,7 +303,7 @@ class Runtime:
             self._incoming.add(payload)
             self.feed()
         elif kind == "log":
-            self._logged(payload)
+            self._take_entry(payload)
         elif kind == "lost" and self.inbox.is_engaged(payload):
             self.feed(m.Broken(self.state.record.number))
         elif kind == "store lost":
@@ -325,7 +325,7 @@ class Runtime:
         roster = self.roster
         return frozenset(roster.dead if self.state.phase is Phase.RUN else roster.dead | roster.gone)
 
-    def _logged(self, value: Mapping[str, Any]) -> None:
+    def _take_entry(self, value: Mapping[str, Any]) -> None:
         entry = self._note(value)
         match entry:
             case entries.GenerationEntry():
@@ -339,7 +339,7 @@ class Runtime:
             case entries.AskEntry(member) if member not in self.roster.dead and member != self.me:
                 self.feed(m.Wished(("join", member)))
             case entries.NoticeEntry() | entries.HintEntry():
-                self.feed(self._notices.heard(entry, self.state))
+                self.feed(self._notices.event_of(entry, self.state))
             case entries.FinishedEntry():
                 self._end_with_others()
 
@@ -362,7 +362,7 @@ class Runtime:
         return self._waiting.ends(self.state, self.training.usual_seconds, self.training.waits_since, self.roster)
 
     def _limit_passed(self) -> None:
-        self._waiting.ended()
+        self._waiting.limit_passed()
         phase, record = self.state.phase, self.state.record
         heard = {heard.sender for heard in self.state.heard if (heard.generation, heard.round) == (record.number, 0)}
         if phase is Phase.GATHER and not set(record.participants) - heard <= self.roster.here:
@@ -398,7 +398,7 @@ class Runtime:
         before = self.state
         self.state, effects = protocol.step(self.parts.job, before, event)
         if self.state.phase is not before.phase or self.state.record.number != before.record.number:
-            self._waiting.moved(self.state)
+            self._waiting.restart(self.state)
         if self.state.record.number != before.record.number:
             self._adopted()
         try:

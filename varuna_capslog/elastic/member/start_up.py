@@ -46,13 +46,13 @@ class Timeouts:
 
     Attributes:
         peer: for any message of the data path, and for layers.
-        change: until a member founds a generation without knowing who is lost; again: between further attempts.
+        change: until a member founds a generation without knowing who is lost; retry: between further attempts.
         gather: for the others' values in the first round; at least three steps, since no member interrupts its step.
     """
 
     peer: float = 30.0
     change: float = 1.0
-    again: float = 0.3
+    retry: float = 0.3
     gather: float = 5.0
 
     @property
@@ -60,7 +60,7 @@ class Timeouts:
         """Limit for members to come whose layers otherwise only the checkpoint has: three times `change`."""
         return 3 * self.change
 
-    def alone(self, usual_seconds: float) -> float:
+    def without_events(self, usual_seconds: float) -> float:
         """Limit for work during which a member reads no events. usual_seconds: of its steps; 0: not known."""
         return max(self.gather, 3 * usual_seconds) if usual_seconds else self.peer
 
@@ -74,7 +74,7 @@ class WaitingTime:
         self._ended = 0.0
         self._lacks_since = 0.0  # since when settled layers are missing, over all generations since then
 
-    def moved(self, state: State) -> None:
+    def restart(self, state: State) -> None:
         """Restart the wait: the phase or the generation has changed."""
         self._since, self._ended = time.monotonic(), 0.0
         if state.phase is Phase.RUN:
@@ -82,7 +82,7 @@ class WaitingTime:
         elif state.phase is Phase.WAIT and state.regress:
             self._lacks_since = self._lacks_since or self._since
 
-    def ended(self) -> None:
+    def limit_passed(self) -> None:
         """Record that the limit has passed and was handled."""
         self._ended = time.monotonic()
 
@@ -94,22 +94,22 @@ class WaitingTime:
         first one; computed_at: when this member's last computation ended.
         """
         limits, since = self._timeouts, self._since
-        first = again = limits.again
+        first = retry = limits.retry
         match state.phase:
             case Phase.CHANGE:
                 first = limits.change
             case Phase.WAIT if state.regress:
-                first = again = limits.holders if roster.astray else 0.0
+                first = retry = limits.holders if roster.astray else 0.0
                 since = self._lacks_since
             case Phase.WAIT:
-                first = again = limits.holders
+                first = retry = limits.holders
             case Phase.GATHER:
-                first = again = min(limits.peer, max(limits.gather, 3 * usual_seconds))
+                first = retry = min(limits.peer, max(limits.gather, 3 * usual_seconds))
             case Phase.INSTALL:
                 first = limits.peer
             case Phase.RUN:
                 first, since = limits.peer, max(since, computed_at)
-        return since + first if self._ended <= since else self._ended + again
+        return since + first if self._ended <= since else self._ended + retry
 
 
 # -- Start-up and failure of a member's process

@@ -52,7 +52,7 @@ class Lack:
     bytes: int
     why: str | None = None
 
-    def told(self, member: str, step: int) -> str:
+    def sentence(self, member: str, step: int) -> str:
         """Sentence on the lack, without a period."""
         if self.why is not None:
             return f"{member} could not make step {step}, since {self.why}"
@@ -180,14 +180,14 @@ class Training:
         parts, loop, me = self._parts, self._loop, self._parts.me
         generation = loop.state.record.number
         self._pressures += 1
-        told = [size for size in (loop.state.capacity, parts.work.needs()) if size]
-        capacity = max(1, min(told) - lack.bytes) if told else 0
+        limits = [size for size in (loop.state.capacity, parts.work.needs()) if size]
+        capacity = max(1, min(limits) - lack.bytes) if limits else 0
         about: dict[str, Any] = {"member": me, "step": step, "lacking_bytes": lack.bytes, "capacity_bytes": capacity}
         about |= {"cause": lack.why} if lack.why is not None else {}
         parts.work.note("memory", generation=generation, times=self._pressures, **about)
         if self._pressures >= TRIES:
             loop.stop_for_memory(
-                f"{lack.told(me, step)}, after plans for less memory {TRIES - 1} times; "
+                f"{lack.sentence(me, step)}, after plans for less memory {TRIES - 1} times; "
                 "what the members held is on disk; free memory of that device, add devices, or set pipeline.capacity "
                 "to what is there"
             )

@@ -41,7 +41,7 @@ class Opening:
     """A generation about to train.
 
     number: of the generation in the store. base: the boundary from which training continues. members: by rank.
-    why: sentences for people on members that left or came. told: the value of each member's `knows`, by rank.
+    why: sentences for people on members that left or came. knowledge: the value of each member's `knows`, by rank.
     moved_bytes: layer state that was sent, or read from the checkpoint.
     """
 
@@ -51,7 +51,7 @@ class Opening:
     members: tuple[Member, ...]
     why: tuple[str, ...] = ()
     moved_bytes: int = 0
-    told: tuple[Any, ...] = ()
+    knowledge: tuple[Any, ...] = ()
 
 
 class Followed(Protocol):

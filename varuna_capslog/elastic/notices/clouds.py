@@ -117,7 +117,7 @@ class MetadataListener(PollingListener):
     def interrupt(self) -> None:
         self.opener.cut()
 
-    def announced(
+    def deadline_of(
         self, answer: Answer, when: str, lead: float, prefix: str = "", at_most: float = math.inf
     ) -> Deadline:
         """Return the deadline for an announced time; a time in the past means now.
@@ -226,7 +226,7 @@ class AwsListener(MetadataListener):
         action, when = value.get("action"), str(value.get("time", ""))
         if not isinstance(action, str) or not action:
             raise Unavailable(f"{ACTION} named no action: {answer.body[:60]!r}")
-        kind, deadline = Kind.LEAVE, self.announced(answer, when, self.lead, f"{action} at ", self.lead)
+        kind, deadline = Kind.LEAVE, self.deadline_of(answer, when, self.lead, f"{action} at ", self.lead)
         if action == "hibernate":  # begins together with its notice
             kind, deadline = Kind.NOW, Deadline(self.clock.monotonic(), "hibernation gives no time")
         notice = Notice(kind, self.source, f"{action}@{when}", (self.host,), deadline, detail=f"spot {action}")
@@ -423,7 +423,7 @@ class AzureListener(MetadataListener):
             kind, detail = Kind.HINT, f"{detail} for {', '.join(machines)}; this machine's name is not known yet"
         deadline = Deadline(self.clock.monotonic(), "it has begun")
         if not begun:
-            deadline = self.announced(answer, str(event.get("NotBefore") or ""), self.lead)
+            deadline = self.deadline_of(answer, str(event.get("NotBefore") or ""), self.lead)
         return Notice(kind, self.source, name, (self.host,), deadline, machines, detail)
 
 

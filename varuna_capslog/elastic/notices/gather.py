@@ -217,14 +217,14 @@ class Gathering:
         self._sources = tuple(sources)
         self._window = window
         self._callback = callback
-        self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
-        self._known: dict[tuple[str, str], Kind] = {}
+        self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
+        self._kinds: dict[tuple[str, str], Kind] = {}
         self._thread = OwnedThread("notices", self._run, logged)
         self._thread.start()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._end)
             for source in self._sources:
-                source.start(self._heard.put)
+                source.start(self._notices.put)
                 on_failure.callback(source.stop)
             on_failure.pop_all()
 
@@ -236,7 +236,7 @@ class Gathering:
 
     def hear(self, notice: Notice) -> None:
         """Add a notice as if a source had delivered it. From any thread."""
-        self._heard.put(notice)
+        self._notices.put(notice)
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
         """Have every source acknowledge that the last rank of this host has left; see `Listener.host_left`."""
@@ -249,7 +249,7 @@ class Gathering:
         self.stop()
 
     def _end(self) -> None:
-        self._heard.put(None)
+        self._notices.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(2.0)
 
@@ -260,7 +260,7 @@ class Gathering:
             until: float | None = None  # end of the window, which the first new notice opens
             while True:
                 try:
-                    notice = self._heard.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                    notice = self._notices.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
                 except queue.Empty:
                     break
                 if notice is None:
@@ -279,9 +279,9 @@ class Gathering:
     def _is_new(self, notice: Notice) -> bool:
         """True for a notice that is stronger than all earlier ones of its source and id."""
         name = (notice.source, notice.id)
-        if notice.kind <= self._known.get(name, 0):
+        if notice.kind <= self._kinds.get(name, 0):
             return False
-        self._known[name] = notice.kind
+        self._kinds[name] = notice.kind
         return True
 
     def _tell(self, announcement: Announcement) -> None:

@@ -173,7 +173,7 @@ class FileListener(PollingListener):
     ) -> None:
         super().__init__(host, interval=interval, clock=clock)
         self.path = Path(path)
-        self._seen: tuple[int, int, int] | None = None
+        self._seen_version: tuple[int, int, int] | None = None
         self._refused: tuple[int, int, int] | None = None
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
@@ -184,10 +184,10 @@ class FileListener(PollingListener):
         try:
             status = os.stat(self.path)
             version = (status.st_ino, status.st_mtime_ns, status.st_size)
-            if version == self._seen:
+            if version == self._seen_version:
                 return Round((), self.interval)
         except FileNotFoundError:
-            self._seen = None
+            self._seen_version = None
             return Round((), self.interval)
         except OSError as error:
             raise Unavailable(str(error)) from error
@@ -198,7 +198,7 @@ class FileListener(PollingListener):
                 _log.warning("notice file %s is refused: %s", self.path, error)
             self._refused = version
             return Round((), self.interval)
-        self._seen = version
+        self._seen_version = version
         return Round((notice,), self.interval)
 
     def _notice(self, text: bytes, written: float, version: int) -> Notice:

@@ -40,31 +40,31 @@ class Names:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[str, Sequence[str]] = {}
-        self._asked: set[str] = set()
+        self._addresses: dict[str, Sequence[str]] = {}
+        self._renewing: set[str] = set()
 
     def addresses(self, host: str) -> Sequence[str]:
         """Return the addresses of a host; only the first call waits for the name server. Raises OSError."""
-        addresses = self._known.get(host)
+        addresses = self._addresses.get(host)
         if addresses is None:
-            addresses = self._known[host] = _ask(host)
+            addresses = self._addresses[host] = _ask(host)
         return addresses
 
     def doubt(self, host: str) -> None:
         """Ask the name server again, in a separate thread, since the host's known addresses cannot be reached."""
         with self._lock:
-            if host in self._asked:
+            if host in self._renewing:
                 return
-            self._asked.add(host)
+            self._renewing.add(host)
         OwnedThread("store-names", self._renew, logged, host).start()
 
     def _renew(self, host: str) -> None:
         try:
             with contextlib.suppress(OSError):
-                self._known[host] = _ask(host)
+                self._addresses[host] = _ask(host)
         finally:
             with self._lock:
-                self._asked.discard(host)
+                self._renewing.discard(host)
 
 
 class HttpConnection(http.client.HTTPConnection):
@@ -208,7 +208,7 @@ class Etcd:
         answer = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit})
         return [stored for _, stored in _pairs(answer)]
 
-    def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[tuple[str, str | None]]]:
+    def with_range(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[tuple[str, str | None]]]:
         """Return a key's value, and keys and values of a range, all read in one transaction."""
         ranges = [{"key": b64(key)}, {"key": b64(first), "range_end": b64(end), "limit": limit}]
         answer = self.call("kv/txn", {"success": [{"request_range": key_range} for key_range in ranges]})
@@ -356,7 +356,7 @@ class EtcdWatch:
     """Stream of writes, which a separate thread reads. Raises OSError or HTTPException where it cannot begin."""
 
     def __init__(self, connection: http.client.HTTPConnection, first: str, end: str) -> None:
-        self._found: queue.SimpleQueue[list[tuple[str, bytes]] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[list[tuple[str, bytes]] | None] = queue.SimpleQueue()
         question = {"create_request": {"key": b64(first), "range_end": b64(end)}}
         self._connection = connection
         try:
@@ -378,7 +378,7 @@ class EtcdWatch:
     def next(self, seconds: float) -> list[tuple[str, bytes]] | None:
         """Return written keys and stored bytes, for `Etcd.opened`; empty after `seconds`; None at the stream's end."""
         try:
-            return self._found.get(timeout=seconds)
+            return self._writes.get(timeout=seconds)
         except queue.Empty:
             return []
 
@@ -395,9 +395,9 @@ class EtcdWatch:
                         break
                     written = [event["kv"] for event in result.get("events", ()) if event.get("type", "PUT") == "PUT"]
                     if written:
-                        self._found.put(_pairs({"kvs": written}))
+                        self._writes.put(_pairs({"kvs": written}))
         finally:
-            self._found.put(None)
+            self._writes.put(None)
             self._connection.close()
 
 

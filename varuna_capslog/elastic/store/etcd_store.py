@@ -146,7 +146,7 @@ class EtcdMembershipStore(MembershipStore):
         texts: list[str] = []
         while True:
             first, end = self._entry_key(start + len(texts)), after(f"{self._root}/log/")
-            identity, batch = self._etcd.beside(f"{self._root}/identity", first, end, _BATCH)
+            identity, batch = self._etcd.with_range(f"{self._root}/identity", first, end, _BATCH)
             self._check(identity)
             for key, text in batch:
                 if key != self._entry_key(start + len(texts)):

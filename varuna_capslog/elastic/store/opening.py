@@ -11,7 +11,7 @@ from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.network import parse_address
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore
 from varuna_capslog.elastic.store.log import ENDED, LOOK_SECONDS, LogFollower, MembershipStore, StoreGone, StoreRefuses
-from varuna_capslog.elastic.store.server import ANSWER_SECONDS, PURPOSE, StoreLines, StoreServer, bytes_of, text_of
+from varuna_capslog.elastic.store.server import ANSWER_SECONDS, PURPOSE, StoreClient, StoreServer, bytes_of, text_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -35,23 +35,23 @@ class OwnMembershipStore(MembershipStore):
     ) -> None:
         super().__init__()
         seconds = answer_seconds or ANSWER_SECONDS
-        self.lines = StoreLines(host, port, secret.key(PURPOSE), identity or "", seconds)
+        self.client = StoreClient(host, port, secret.key(PURPOSE), identity or "", seconds)
         self.look()
-        self.address, self.identity = self.lines.address, self.lines.identity
-        self._signs = self.lines.another()  # on a separate connection: its end tells the server that the host has ended
+        self.address, self.identity = self.client.address, self.client.identity
+        self._signs = self.client.another()  # separate: its end tells the server that the host has ended
 
     def count(self, name: str) -> int:
-        return int(self.lines.ask("add", f"count/{name}", 1))
+        return int(self.client.ask("add", f"count/{name}", 1))
 
     def put(self, key: str, value: str) -> None:
-        self.lines.ask("set", f"key/{key}", text_of(value))
+        self.client.ask("set", f"key/{key}", text_of(value))
 
     def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
-        values = self.lines.values([f"key/{key}"], wait_seconds)
+        values = self.client.values([f"key/{key}"], wait_seconds)
         return None if values is None else values[0].decode()
 
     def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
-        texts = self.lines.ask("values", [f"key/{key}" for key in keys])
+        texts = self.client.ask("values", [f"key/{key}" for key in keys])
         return {key: None if text is None else bytes_of(text).decode() for key, text in zip(keys, texts, strict=True)}
 
     def give_sign(self, host: str, sign: str) -> None:
@@ -61,14 +61,14 @@ class OwnMembershipStore(MembershipStore):
         from varuna_capslog.elastic.store.rendezvous import OwnRendezvous
 
         self.look()  # torch must not get a store that hangs
-        return OwnRendezvous(self.lines.another())
+        return OwnRendezvous(self.client.another())
 
     def look(self) -> None:
-        self.lines.ask("look")
+        self.client.ask("look")
 
     def close(self) -> None:
         super().close()
-        self.lines.close()
+        self.client.close()
         self._signs.close()
 
     # -- the log ---------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class OwnMembershipStore(MembershipStore):
                 return texts
 
     def _write(self, position: int, text: str) -> bool:
-        stored = self.lines.ask("write", position, text_of(text))
+        stored = self.client.ask("write", position, text_of(text))
         if stored is None:
             raise StoreGone(f"the store at {self.address} has lost entries of its log")
         return bool(stored == text_of(text))
@@ -93,7 +93,7 @@ class OwnMembershipStore(MembershipStore):
             follower.deliver(self._batch(follower.next, LOOK_SECONDS)[0])
 
     def _batch(self, start: int, wait: float) -> tuple[list[str], int]:
-        texts, length = self.lines.ask("entries", start, wait, wait=wait)
+        texts, length = self.client.ask("entries", start, wait, wait=wait)
         return [bytes_of(text).decode() for text in texts], int(length)
 
 

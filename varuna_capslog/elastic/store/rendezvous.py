@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from varuna_capslog.elastic.store.etcd_gateway import WAIT_SECONDS, Etcd
-from varuna_capslog.elastic.store.server import StoreLines, bytes_of, text_of
+from varuna_capslog.elastic.store.server import StoreClient, bytes_of, text_of
 
 __all__ = ["EtcdRendezvous", "OwnRendezvous"]
 
@@ -25,19 +25,19 @@ class OwnRendezvous(dist.Store):
     The caller must keep this object as long as the group: torch keeps only its C++ half.
     """
 
-    def __init__(self, lines: StoreLines) -> None:
+    def __init__(self, client: StoreClient) -> None:
         super().__init__()
-        self._lines, self._seconds = lines, _GROUP_SECONDS
+        self._client, self._seconds = client, _GROUP_SECONDS
         self._clones: list[OwnRendezvous] = []
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._lines.ask("set", _group(key), text_of(value))
+        self._client.ask("set", _group(key), text_of(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        values = self._lines.values([_group(key) for key in keys], self._seconds)
+        values = self._client.values([_group(key) for key in keys], self._seconds)
         if values is None:
             raise _in_vain(keys)
         return values
@@ -47,24 +47,24 @@ class OwnRendezvous(dist.Store):
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._lines.ask("add", _group(key), amount))
+        return int(self._client.ask("add", _group(key), amount))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        stored = self._lines.ask("exchange", _group(key), text_of(expected), text_of(value))
+        stored = self._client.ask("exchange", _group(key), text_of(expected), text_of(value))
         return b"" if stored is None else bytes_of(stored)
 
     def deleteKey(self, key: str) -> bool:  # as torch calls `delete_key` of a store in Python
-        return bool(self._lines.ask("delete", _group(key)))
+        return bool(self._client.ask("delete", _group(key)))
 
     def getNumKeys(self) -> int:  # as torch calls `num_keys`
-        return int(self._lines.ask("size"))
+        return int(self._client.ask("size"))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._lines.values([_group(key) for key in keys], 0.0) is not None
+        return self._client.values([_group(key) for key in keys], 0.0) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         seconds = self._seconds if timeout is None else timeout.total_seconds()
-        if self._lines.values([_group(key) for key in keys], seconds) is None:
+        if self._client.values([_group(key) for key in keys], seconds) is None:
             raise _in_vain(keys)
 
     def has_extended_api(self) -> bool:
@@ -74,7 +74,7 @@ class OwnRendezvous(dist.Store):
         self._seconds = timeout.total_seconds()
 
     def clone(self) -> OwnRendezvous:
-        clone = OwnRendezvous(self._lines.another())
+        clone = OwnRendezvous(self._client.another())
         self._clones.append(clone)
         return clone
 

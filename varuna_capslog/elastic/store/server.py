@@ -23,7 +23,7 @@ from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.network import listen
 from varuna_capslog.elastic.store.log import ENDED, StoreGone, StoreRefuses
 
-__all__ = ["ANSWER_SECONDS", "MAX_MESSAGE", "PURPOSE", "StoreLines", "StoreServer", "bytes_of", "text_of"]
+__all__ = ["ANSWER_SECONDS", "MAX_MESSAGE", "PURPOSE", "StoreClient", "StoreServer", "bytes_of", "text_of"]
 
 
 PURPOSE = "store"
@@ -63,11 +63,11 @@ class StoreServer:
         self._content = _Content()
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
-        self._door = AuthenticatedListener(listener, secret.key(PURPOSE), self._admitted, self._fail, "store-door")
+        self._listener = AuthenticatedListener(listener, secret.key(PURPOSE), self._admitted, self._fail, "store-door")
 
     def close(self) -> None:
         """End the server; the calls of its clients raise StoreGone."""
-        self._door.close()
+        self._listener.close()
         self._end_connections()
 
     def _end_connections(self) -> None:
@@ -197,7 +197,7 @@ class _Content:
     def _entries(self, start: int, seconds: float) -> tuple[list[str], int]:
         """Entries from `start` on, as many as fit into one answer, and the length of the log."""
 
-        def found() -> tuple[list[str], int]:
+        def batch() -> tuple[list[str], int]:
             texts, size = [], 0
             for text in self._log[start : start + _BATCH_ENTRIES]:
                 texts.append(text)
@@ -207,7 +207,7 @@ class _Content:
             return texts, len(self._log)
 
         empty: tuple[list[str], int] = ([], len(self._log))
-        return self._when(lambda: len(self._log) if start >= len(self._log) else None, found, seconds) or empty
+        return self._when(lambda: len(self._log) if start >= len(self._log) else None, batch, seconds) or empty
 
     def _when(self, lacking: Callable[[], str | int | None], ready: Callable[[], Any], seconds: float) -> Any:
         """Result of `ready()` as soon as `lacking()`, the key or entry to wait for, is None; None after `seconds`."""
@@ -242,8 +242,8 @@ _TRIES = 6
 _PAUSE_SECONDS = 0.01
 
 
-class StoreLines:
-    """All connections of one client, for any thread. identity: of the server; "": the one that answers first."""
+class StoreClient:
+    """Client of a `StoreServer`, for any thread. identity: of the server; "": the one that answers first."""
 
     def __init__(self, host: str, port: int, key: bytes, identity: str, answer_seconds: float) -> None:
         self.host, self.port, self.address = host, port, f"{host}:{port}"
@@ -255,11 +255,11 @@ class StoreLines:
         self._idle: list[Connection] = []
         self._closed = False
 
-    def another(self) -> StoreLines:
+    def another(self) -> StoreClient:
         """Return a client of the same server with separate connections."""
-        lines = StoreLines(self.host, self.port, self._key, self.identity, self.answer_seconds)
-        lines._resolved = self._resolved
-        return lines
+        client = StoreClient(self.host, self.port, self._key, self.identity, self.answer_seconds)
+        client._resolved = self._resolved
+        return client
 
     def ask(self, *question: Any, wait: float = 0.0) -> Any:
         """Send a request and return the answer, over a new connection where an idle one turns out broken.
@@ -268,25 +268,25 @@ class StoreLines:
         hangs, or was started again.
         """
         text = json.dumps(question).encode()
-        line = self._take_idle()
+        connection = self._take_idle()
         for turn in range(_TRIES):
             try:
-                line = line or self._open()
-                line.until = time.monotonic() + self.answer_seconds + wait
-                line.send_message(text)
-                answer = json.loads(line.read_message(MAX_MESSAGE))
+                connection = connection or self._open()
+                connection.until = time.monotonic() + self.answer_seconds + wait
+                connection.send_message(text)
+                answer = json.loads(connection.read_message(MAX_MESSAGE))
             except (OSError, EOFError, ValueError) as error:
-                if line is not None:
-                    line.close()
+                if connection is not None:
+                    connection.close()
                 self._drop_idle()
                 if isinstance(error, StoreGone):
                     raise
                 if turn == _TRIES - 1 or isinstance(error, TimeoutError):
                     raise self._gone(error) from error
-                line = None
+                connection = None
                 time.sleep(_PAUSE_SECONDS * 2**turn if turn else 0.0)  # an idle one may have ended long ago: no pause
             else:
-                self._give_back(line)
+                self._give_back(connection)
                 return answer
         raise AssertionError("the last attempt returns or raises")
 
@@ -314,7 +314,7 @@ class StoreLines:
         try:
             # resolved once: the name server may be slow, or gone, when a connection must be opened again
             self._resolved = self._resolved or socket.gethostbyname(self.host)
-            line = dial(self._resolved, self.port, self._key, self.open_seconds)
+            connection = dial(self._resolved, self.port, self._key, self.open_seconds)
         except NotTrusted as error:
             raise StoreRefuses(
                 f"the store at {self.address} does not share this run's secret ({error}); give both machines the same "
@@ -323,34 +323,34 @@ class StoreLines:
         except OSError as error:
             raise self._gone(error) from error
         try:
-            line.until = time.monotonic() + self.open_seconds
-            identity = str(json.loads(line.read_message(MAX_MESSAGE))["identity"])
+            connection.until = time.monotonic() + self.open_seconds
+            identity = str(json.loads(connection.read_message(MAX_MESSAGE))["identity"])
         except BaseException:
-            line.close()
+            connection.close()
             raise
         with self._lock:
             self.identity = self.identity or identity
         if identity != self.identity:
-            line.close()
+            connection.close()
             raise StoreGone(f"the store at {self.address} was started anew: it knows nothing of this run")
-        return line
+        return connection
 
     def _take_idle(self) -> Connection | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
-    def _give_back(self, line: Connection) -> None:
+    def _give_back(self, connection: Connection) -> None:
         with self._lock:
             if not self._closed:
-                self._idle.append(line)
+                self._idle.append(connection)
                 return
-        line.close()
+        connection.close()
 
     def _drop_idle(self) -> None:
         with self._lock:
-            lines, self._idle = self._idle, []
-        for line in lines:
-            line.close()
+            connections, self._idle = self._idle, []
+        for connection in connections:
+            connection.close()
 
     def _gone(self, error: BaseException) -> StoreGone:
         if isinstance(error, TimeoutError):
