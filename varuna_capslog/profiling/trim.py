@@ -26,7 +26,7 @@ from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors, storages_of
-from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, LossFunction, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.capture.python_calls import WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
@@ -502,7 +502,7 @@ def _dummy(spec: TensorSpec) -> Tensor:
     return tensor.fill_(spec.dtype != torch.bool)
 
 
-_Seen = tuple[str, Stage, MicrobatchContext, ActionResidue]
+_Seen = tuple[str, Stage, CallContext, ActionResidue]
 
 
 class MeasuredStage(Observer):
@@ -539,7 +539,7 @@ class MeasuredStage(Observer):
         finally:
             self._meter = self._own = None
 
-    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+    def working(self, kind: str, stage: Stage, context: CallContext) -> AbstractContextManager[None]:
         if self._probe is not None:
             return self._weighing(self._probe, kind, stage, context)
         if self._meter is None:
@@ -549,15 +549,13 @@ class MeasuredStage(Observer):
         return contextlib.nullcontext() if kind == "R" else self._meter.timing(_TIMED[kind])
 
     @contextlib.contextmanager
-    def _weighing(self, probe: ActionProbe, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+    def _weighing(self, probe: ActionProbe, kind: str, stage: Stage, context: CallContext) -> Iterator[None]:
         with probe.action():
             yield
         self._seen.append((kind, stage, context, ActionResidue.of(kind, stage, context)))
 
     @contextlib.contextmanager
-    def _saving(
-        self, meter: StageMeter, resident: list[Tensor], stage: Stage, context: MicrobatchContext
-    ) -> Iterator[None]:
+    def _saving(self, meter: StageMeter, resident: list[Tensor], stage: Stage, context: CallContext) -> Iterator[None]:
         microbatch = context.index
         sources = lambda: stage.kept(microbatch), lambda: stage.entries(microbatch), lambda: stage.in_loss
         with meter.saving(storages_of(resident), *sources):

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from varuna_capslog import accelerator
-from varuna_capslog.engine.offload import leaves
+from varuna_capslog.engine.offload import offloadable
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations, storage_bytes, storages_of
-from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, Stage
 from varuna_capslog.profiles.record import HALVES, ActionBytes, Observation
 
 __all__ = ["ActionProbe", "ActionResidue", "ActionWeights", "HalfWeights", "Halves", "Window"]
@@ -49,14 +49,14 @@ class ActionResidue(NamedTuple):
     seeds: int = 0
 
     @classmethod
-    def of(cls, kind: str, stage: Stage, context: MicrobatchContext) -> ActionResidue:
+    def of(cls, kind: str, stage: Stage, context: CallContext) -> ActionResidue:
         """Return the bytes after an action of this kind."""
         statistics = storage_bytes(stage.statistics(context.index))
         if kind != "I":
             return cls(statistics)
-        rests = stage.rests(context.index)
-        noted = storages_of([gradient for ends in rests for gradient in ends.gradients])
-        return cls(statistics, sum(noted.values()), sum(noted.get(key, 0) for ends in rests[:1] for key in ends.seeds))
+        halves = stage.weight_halves(context.index)
+        noted = storages_of([gradient for half in halves for gradient in half.gradients])
+        return cls(statistics, sum(noted.values()), sum(noted.get(key, 0) for half in halves[:1] for key in half.seeds))
 
 
 class ActionWeights:
@@ -74,7 +74,7 @@ class ActionWeights:
         self._graph_bytes: int | None = None
         self._separate_bytes: int | None = None
 
-    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, statistics: int) -> None:
+    def add(self, kind: str, stage: Stage, context: CallContext, window: Window, statistics: int) -> None:
         """Add one action. `statistics`: bytes that remain after a forward of this microbatch until the commit."""
         first, last = context.index == 0, stage.ends_in_loss
         name = "first_backward" if first else "backward"
@@ -97,7 +97,7 @@ class ActionWeights:
         parameters = [parameter for layer in self._engine.layers for parameter in layer.parameters.values()]
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         self._gradient_bytes = storage_bytes(gradients, self._block_bytes)
-        self._moment_bytes = storage_bytes(tensor for tensor in self._engine.optimizer.resident() if leaves(tensor))
+        self._moment_bytes = storage_bytes(filter(offloadable, self._engine.optimizer.resident()))
 
     def result(self, update_bytes: int, meter: StageMeter, lasting_bytes: int | None) -> ActionBytes:
         """Return the bytes of each action.
@@ -163,7 +163,7 @@ class HalfWeights:
         self._ends = 0
         self._noted = (0, 0)
 
-    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, residue: ActionResidue) -> None:
+    def add(self, kind: str, stage: Stage, context: CallContext, window: Window, residue: ActionResidue) -> None:
         """Add one action, unless it is no half of a backward. residue: bytes that remain after the action."""
         if kind not in "IW":
             return
