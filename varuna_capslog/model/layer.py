@@ -23,12 +23,12 @@ __all__ = [
     "in_training",
     "low_bytes",
     "low_parameters",
-    "of_parts",
     "parts_from_json",
     "put_in_training",
     "put_together",
     "split_table",
     "warning_of_one_sample",
+    "weights_of_parts",
 ]
 
 
@@ -137,7 +137,7 @@ def put_together(parts: Iterable[tuple[Mapping[str, TensorPiece], Mapping[str, A
     return layer_tensors
 
 
-def of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str, Tensor]:
+def weights_of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str, Tensor]:
     """Return the weights by address `<layer>.<name>`; weights of whole layers are divided among the parts."""
     parts, divided = {}, set()
     for layer in layers:
