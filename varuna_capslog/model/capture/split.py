@@ -204,7 +204,7 @@ def split_graph(
         module = _layer_module(captured, model, part, reads, [n for _, n in writes], guard, model_parts)
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
     changes = captured.watch.changes if captured.watch is not None and captured.watch.keeps else []
-    left_behind = [(change.put, values) for change, values in zip(changes, captured.left or (), strict=True)]
+    left_behind = [(change.put, values) for change, values in zip(changes, captured.left_behind or (), strict=True)]
     watch = captured.watch
     python = bool(captured.whole or (watch is not None and (watch.drawn or watch.changes)))
     properties = {

@@ -208,11 +208,11 @@ def _call_text(call: PythonCall) -> Any:
         raise NotText(f"{call.describe()} takes or returns objects of a class without a text form") from error
     tensors = [(tensor.shape, tensor.stride, _value_text(tensor.dtype), tensor.device) for tensor in shape.tensors]
     constants = _value_text(shape.constants), _value_text(shape.result_constants)
-    return [*specs, *constants, shape.slots, shape.given, shape.made, tensors, shape.passed]
+    return [*specs, *constants, shape.slots, shape.argument_shapes, shape.result_slots, tensors, shape.passed]
 
 
 def _call_shape(described: Any) -> CallShape:
-    spec, result_spec, constants, results, slots, shapes, made, tensors, passed = described
+    spec, result_spec, constants, results, slots, shapes, result_slots, tensors, passed = described
     return CallShape(
         pytree.treespec_loads(spec),
         _value(constants, {}),
@@ -220,7 +220,7 @@ def _call_shape(described: Any) -> CallShape:
         tuple(map(tuple, shapes)),
         pytree.treespec_loads(result_spec),
         _value(results, {}),
-        tuple(made),
+        tuple(result_slots),
         tuple(
             MadeTensor(tuple(shape), tuple(stride), _value(dtype, {}), device)
             for shape, stride, dtype, device in tensors
