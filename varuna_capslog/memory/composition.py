@@ -152,9 +152,9 @@ def _columns(rows: Sequence[Observation]) -> tuple[Bytes, Bytes, Bytes]:
     return peak, static, saved
 
 
-def _sums(alone: Bytes, increments: Bytes) -> Bytes:
-    """Return [L, L + 1]: entry [l, m] is alone[l] plus the increments of layers l+1 .. m-1; 0 where m <= l."""
+def _sums(single: Bytes, increments: Bytes) -> Bytes:
+    """Return [L, L + 1]: entry [l, m] is single[l] plus the increments of layers l+1 .. m-1; 0 where m <= l."""
     running = np.append(0, np.cumsum(increments))
-    sums = np.zeros((len(alone), len(alone) + 1), dtype=np.int64)
-    sums[:, 1:] = (alone - running)[:, None] + running
+    sums = np.zeros((len(single), len(single) + 1), dtype=np.int64)
+    sums[:, 1:] = (single - running)[:, None] + running
     return only_ranges(sums, 0)

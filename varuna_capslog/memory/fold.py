@@ -145,7 +145,7 @@ def fold(
     handed = _handed(ranges, stages, step, direct)
     sizes = {"F": handed.activations, "B": handed.gradients}
     # the peaks of rows without action bytes include receives posted ahead
-    messages = messages_of(step, sizes, ranges.one_memory and ranges.told)
+    messages = messages_of(step, sizes, ranges.one_memory and ranges.has_actions)
     holders = _holders(stages, units.blocks or 1)
     traffic = _Traffic(step, messages, sizes, handed.together)
     sums = {rank: _RankSum(ranges, row) for rank, row in enumerate(step.rows) if only in (None, rank)}
@@ -539,11 +539,11 @@ def stage_memory(profile: Profile, stages: Sequence[tuple[int, int]], run: RunSh
             peak, saved = sums.stage_bytes(first, end), sum(layer.saved_bytes or 0 for layer in layers[first:end])
             inputs = (layers[first - 1].boundary_bytes or 0) if first else 0
         else:
-            peak, saved = int(costs.alone[first, end]), int(costs.saved[first, end])
+            peak, saved = int(costs.range_bytes[first, end]), int(costs.saved[first, end])
             inputs = int(costs.inputs[first, end])
         working = max(0, peak - static)
-        alone = max(layer.isolated_bytes - (layer.static_bytes or 0) for layer in layers[first:end])
-        memories.append(StageMemory(static, saved, working, min(working, max(0, alone)), inputs if on_device else 0))
+        largest = max(layer.isolated_bytes - (layer.static_bytes or 0) for layer in layers[first:end])
+        memories.append(StageMemory(static, saved, working, min(working, max(0, largest)), inputs if on_device else 0))
     return memories
 
 
