@@ -358,7 +358,7 @@ def row_of(estimator: StageEstimator, first: int, end: int, parts: tuple[str, ..
     )
     if parts:
         return replace(row, parts=parts)
-    return one_block.halves(first, end).told(row) if conditions.halves else row
+    return one_block.halves(first, end).added_to(row) if conditions.halves else row
 
 
 def _with_fixed(profile: Profile, several: StageEstimator) -> tuple[TensorRecord, ...]:

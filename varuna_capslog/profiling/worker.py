@@ -37,7 +37,7 @@ from varuna_capslog.profiling.trim import (
     NEIGHBOUR_RANK,
     TrimmedRun,
     measure_run,
-    play_neighbours,
+    run_neighbours,
     skeleton,
 )
 
@@ -298,7 +298,7 @@ def _engine_roles(
 
     def neighbour() -> Play:
         communicator = connect(NEIGHBOUR_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
-        return lambda run, conditions: play_neighbours(chain, run, conditions, communicator)
+        return lambda run, conditions: run_neighbours(chain, run, conditions, communicator)
 
     return measured, [neighbour]
 

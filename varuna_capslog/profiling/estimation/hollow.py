@@ -147,8 +147,8 @@ def trimmed_step(
     meter: StepMeter,
 ) -> tuple[int, list[tuple[int, int]]]:
     """Run `fake_step` for the measured rank of a trimmed pipeline."""
-    alone = not run.has_upstream and not run.has_downstream
-    rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
+    is_whole = not run.has_upstream and not run.has_downstream
+    rank, world_size = (0, 1) if is_whole else (MEASURED_RANK, 2)
     communicator = SilentCommunicator(rank, world_size, quirks.has("host staging"))
     engine = pipeline.engine(loss, communicator, _CPU, hollow_ready(pipeline.table, conditions), meter)
     layers = pipeline.chain.layers[run.has_upstream : len(pipeline.chain) - run.has_downstream]
