@@ -81,8 +81,8 @@ def model(
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        lack = "holds no config.json" if folder.is_dir() else "is no folder"
-        raise CapslogError(f"--hf {path} {lack}; give the local folder of a Hugging Face model")
+        problem = "holds no config.json" if folder.is_dir() else "is no folder"
+        raise CapslogError(f"--hf {path} {problem}; give the local folder of a Hugging Face model")
     with needed("--hf"):
         import transformers
     config = _config(transformers, folder, changes)

@@ -231,13 +231,13 @@ def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.
 def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
     """Return (bytes that 16-bit parameters add to float32 masters, bytes saved by frozen ones, which have none)."""
     low = low_parameters(module, weights).items()
-    beside = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
-    less = sum(
+    added = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
+    saved = sum(
         parameter.numel() * (parameter.itemsize - dtype.itemsize)
         for parameter, dtype in low
         if not parameter.requires_grad
     )
-    return beside, less
+    return added, saved
 
 
 # -- Keeps modules that a user froze, such as a BatchNorm, in eval mode while the model trains.

@@ -456,9 +456,9 @@ def observe(
         meter.count_static()
         weights.count_gradients()
 
-    with measured.weighed_by(probe) as seen, probe:
+    with measured.weighed_by(probe) as weighed, probe:
         train_step(engine, 2, minibatch, load, before_commit=count)
-    for (kind, stage, context, residue), window in zip(seen, probe.windows, strict=True):
+    for (kind, stage, context, residue), window in zip(weighed, probe.windows, strict=True):
         weights.add(kind, stage, context, window, residue.statistics)
     with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
@@ -478,9 +478,9 @@ def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: 
 
     train_step(engine, 1, minibatch, load)
     weights, probe = HalfWeights(), ActionProbe(engine.device, resident_tensors(engine.layers, engine.optimizer))
-    with measured.weighed_by(probe) as seen, probe:
+    with measured.weighed_by(probe) as weighed, probe:
         train_step(engine, 2, minibatch, load)
-    for (kind, stage, context, residue), window in zip(seen, probe.windows, strict=True):
+    for (kind, stage, context, residue), window in zip(weighed, probe.windows, strict=True):
         weights.add(kind, stage, context, window, residue)
     meter = StageMeter(engine.device, list)
     with measured.watching(meter):

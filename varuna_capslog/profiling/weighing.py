@@ -79,8 +79,8 @@ class ActionWeights:
         first, last = context.index == 0, stage.ends_in_loss
         name = "first_backward" if first else "backward"
         if kind != "B":
-            again = f"{stage.index}R{context.index}"
-            name = "bare" if kind == "F" and any(again in row for row in self._rows) else "forward"
+            recompute = f"{stage.index}R{context.index}"
+            name = "bare" if kind == "F" and any(recompute in row for row in self._rows) else "forward"
         statistics = statistics if kind == "F" else 0
         self._statistics_bytes = max(self._statistics_bytes, statistics)
         self._peaks[name] = max(self._peaks[name], window.peak - window.before - statistics)
@@ -204,8 +204,8 @@ class ActionProbe(PeakProbe):
         self.lasting_bytes: int | None = None
         if device.type != "cpu":
             gc.collect()  # frees layers of an earlier run, which would count in this run's peak
-            there = storage_bytes(tensor for tensor in held if tensor.device.type == device.type)
-            self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - there)
+            held_bytes = storage_bytes(tensor for tensor in held if tensor.device.type == device.type)
+            self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - held_bytes)
         self._highest = 0
         self.windows: list[Window] = []
         self.end_bytes = 0

@@ -340,8 +340,8 @@ def cause_of_loss(lost: PeerLost, neighbours: Sequence[tuple[BaseProcess, Connec
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is not None:
                 return f"{lost}; the process that plays its neighbours {_how_it_ended(process.exitcode)}"
-    seen = [text for kind, text in messages if kind == "lost"]
-    return "; ".join([str(lost), *(f"its neighbour says: {text}" for text in seen)])
+    reasons = [text for kind, text in messages if kind == "lost"]
+    return "; ".join([str(lost), *(f"its neighbour says: {text}" for text in reasons)])
 
 
 def _last_message(pipe: Connection, deadline: float) -> tuple[str | None, str]:

@@ -130,13 +130,13 @@ def _reached(
     start: fx.Node, position: dict[fx.Node, int], following: Callable[[fx.Node], Iterable[fx.Node]], order: int
 ) -> Iterator[fx.Node]:
     """Yield nodes reachable from a node, by ascending position or, with order -1, descending; numbers are left out."""
-    seen = {start}
+    visited = {start}
     waiting: list[tuple[int, fx.Node]] = []
     node = start
     while True:
         for neighbour in following(node):
-            if neighbour not in seen and neighbour in position and not _is_number(neighbour):
-                seen.add(neighbour)
+            if neighbour not in visited and neighbour in position and not _is_number(neighbour):
+                visited.add(neighbour)
                 heapq.heappush(waiting, (order * position[neighbour], neighbour))
         if not waiting:
             return

@@ -482,9 +482,9 @@ def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
             merged_layers.append(layer)
             continue
         graphs = cast(list[fx.GraphModule], modules)
-        beside = _told_apart_by(layer.name, graphs, sizes)
-        extra = [] if beside is None else [(beside, input_sizes[beside]) for input_sizes in sizes]
-        reads = layer.reads if beside is None else (*layer.reads, beside)
+        telling_input = _told_apart_by(layer.name, graphs, sizes)
+        extra = [] if telling_input is None else [(telling_input, input_sizes[telling_input]) for input_sizes in sizes]
+        reads = layer.reads if telling_input is None else (*layer.reads, telling_input)
         merged_layers.append(Layer(layer.name, _merged(graphs, extra), reads, layer.writes))
     return merged_layers, inputs, outputs
 
@@ -581,8 +581,8 @@ def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
         if name in part._non_persistent_buffers_set
     }
     for part in merged.modules():
-        out = {name for name, value in part._buffers.items() if id(value) in kept_out}
-        part._non_persistent_buffers_set |= out
+        not_persistent = {name for name, value in part._buffers.items() if id(value) in kept_out}
+        part._non_persistent_buffers_set |= not_persistent
     merged.training = module.training
     assert isinstance(module, CapturedGraph)
     merged.freeze_as(module)

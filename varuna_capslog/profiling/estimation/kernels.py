@@ -127,9 +127,9 @@ def _converted(args: Sequence[Any], result: Tensor) -> int:
 def _normed_in_pieces(args: Sequence[Any], result: Tensor) -> int:
     """Return bytes of the norms of all pieces, with the copy of the last whole piece or the stacked norms."""
     x, size = args[0], result.itemsize
-    whole, rest = divmod(x.numel(), piece_of("cpu"))
+    whole, remainder = divmod(x.numel(), piece_of("cpu"))
     copied = 0 if x.dtype == result.dtype else piece_of("cpu") * size
-    return max(whole * size + copied, 2 * (whole + bool(rest)) * size + size) - size
+    return max(whole * size + copied, 2 * (whole + bool(remainder)) * size + size) - size
 
 
 def _unfit(first: Tensor, second: Tensor) -> int:
