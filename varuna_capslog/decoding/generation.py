@@ -215,9 +215,9 @@ def generation_keys(model: Any) -> dict[str, Any]:
     plain = {key: _REFUSED.get(key, unset) for key, unset in vars(type(config)()).items() if not key.startswith("_")}
     set_keys = {key: getattr(config, key, None) for key in plain}
     for key, setting in set_keys.items():
-        other = key not in _HONOURED and key not in _WITHOUT_EFFECT
+        unsupported = key not in _HONOURED and key not in _WITHOUT_EFFECT
         quantized = key == "cache_implementation" and setting == "quantized"
-        if quantized or (other and not _idle(setting, plain[key])):
+        if quantized or (unsupported and not _idle(setting, plain[key])):
             raise CapslogError(
                 f"the model's generation config says {key}={setting!r}, which decoding over ranks does not know; set "
                 f"model.generation_config.{key} = {plain[key]!r}, or use transformers' generate on one device"

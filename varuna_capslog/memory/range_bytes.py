@@ -76,11 +76,11 @@ class MomentBytes:
         device. gradients: [L] bytes, of parameters with moments. work: [L] additional bytes of each layer's update.
         """
         rows = [(layer, size) for layer, size in self.of(layers, away).items() if size]
-        gradients_left, before, most = sum(int(gradients[layer]) for layer, _ in rows), 0, 0
+        gradients_left, before, peak = sum(int(gradients[layer]) for layer, _ in rows), 0, 0
         for (layer, size), behind in zip(rows, [*(size for _, size in rows[1:]), 0], strict=False):
-            most = max(most, gradients_left + size + max(before, behind) + int(work[layer]))
+            peak = max(peak, gradients_left + size + max(before, behind) + int(work[layer]))
             gradients_left, before = gradients_left - int(gradients[layer]), size
-        return most
+        return peak
 
 
 # -- Bytes of any range of layers at its actions
@@ -105,7 +105,7 @@ class _Sums(NamedTuple):
 
 class _Halves(NamedTuple):
     """Bytes of split backwards, of single layers [L] and pairs [L - 1]. held: between the halves. noted: the gradients
-    in `held`; seeds: [L], the gradients of a layer's outputs in `noted`. of_loss: freed with the loss. most: name ->
+    in `held`; seeds: [L], the gradients of a layer's outputs in `noted`. of_loss: freed with the loss. peaks: name ->
     the peak of a half, with the bytes in memory before.
     """
 
@@ -113,7 +113,7 @@ class _Halves(NamedTuple):
     noted: _Sums
     seeds: Bytes
     of_loss: int
-    most: dict[str, tuple[Bytes, Bytes]]
+    peaks: dict[str, tuple[Bytes, Bytes]]
 
 
 class BackwardWork(NamedTuple):
@@ -126,15 +126,15 @@ class BackwardWork(NamedTuple):
     freed: Any = 0
 
     @classmethod
-    def of(cls, most: Bytes, freed: Bytes) -> BackwardWork:
-        """Make the record from each layer's peak bytes (most), and the bytes of inputs freed before (freed)."""
+    def of(cls, peaks: Bytes, freed: Bytes) -> BackwardWork:
+        """Make the record from each layer's peak bytes and the bytes of inputs freed before."""
         later = freed > 0
         if not later.any():
-            return cls(int(most.max()))
-        return cls(int(most[~later].max(initial=0)), int(most[later].max()), int(freed.max()))
+            return cls(int(peaks.max()))
+        return cls(int(peaks[~later].max(initial=0)), int(peaks[later].max()), int(freed.max()))
 
     @property
-    def most(self) -> int:
+    def peak(self) -> int:
         """The larger of `whole` and `later`."""
         return max(self.whole, self.later)
 
@@ -303,8 +303,8 @@ class RangeBytes(CutBytes):
 
         return self.once(("B", first, end, makes_gradients), compute)
 
-    def _work(self, first: int, end: int, most: Bytes) -> BackwardWork:
-        return BackwardWork.of(most, self.left_before(first, end))
+    def _work(self, first: int, end: int, peaks: Bytes) -> BackwardWork:
+        return BackwardWork.of(peaks, self.left_before(first, end))
 
     def held_between_halves(self, first: int, end: int) -> int:
         """Return the bytes held between the halves of a backward: the rest of the graph and the noted gradients. Raises
@@ -324,7 +324,7 @@ class RangeBytes(CutBytes):
                     return BackwardWork(self.saved(first, end) + self.gradient[end])
                 # the loss is differentiated, which is a part of the last layer's bytes
                 until = min(until, end - 1)
-                return BackwardWork(self._prefix(first, until, end) + self.input_half(until, end).most)
+                return BackwardWork(self._prefix(first, until, end) + self.input_half(until, end).peak)
             before, work = self._halves_at_work("input_half_bytes", self._saved, first, end)
             behind = np.zeros(end - first, dtype=np.int64)
             for layer, until in self.graph_ends(first, end):
@@ -345,14 +345,14 @@ class RangeBytes(CutBytes):
 
         def compute() -> int:
             if (until := self._differentiated_later(first, end)) > first:
-                made, most = 0, 0
+                made, peak = 0, 0
                 if until < end:
-                    made, most = self.made(until, end) * makes_gradients, self.weight_half(until, end, makes_gradients)
-                    most += self._prefix(first, until, end) + self.gradient[until]
-                return max(most, made + self.backward(first, until, makes_gradients).most)
+                    made, peak = self.made(until, end) * makes_gradients, self.weight_half(until, end, makes_gradients)
+                    peak += self._prefix(first, until, end) + self.gradient[until]
+                return max(peak, made + self.backward(first, until, makes_gradients).peak)
             name = "first_weight_half_bytes" if makes_gradients else "weight_half_bytes"
             before, work = self._halves_at_work(name, self._halves.held, first, end)
-            single, pair = self._halves.most[name]
+            single, pair = self._halves.peaks[name]
             new = self.gradients * makes_gradients
             # a graph may free nothing before its end, not even tensors recomputed by layers that checkpoint themselves
             grows = np.maximum(self._halves.held.more + new[1:], pair - single[:-1])
@@ -393,7 +393,7 @@ class RangeBytes(CutBytes):
 
     def _halves_at_work(self, name: str, held: _Sums, first: int, end: int) -> tuple[Bytes, Bytes]:
         """Return, for each pair of the range or its only layer, the bytes held by the layers before, and the peak."""
-        single, pair = self._halves.most[name]
+        single, pair = self._halves.peaks[name]
         if end == first + 1:
             return np.zeros(1, dtype=np.int64), single[first:end]
         before = held.single[first] + np.append(0, np.cumsum(held.more[first : end - 2]))
@@ -405,16 +405,16 @@ class RangeBytes(CutBytes):
         check_halves((*single, *pair), self._model)
         held = _column(single, "weight_bytes"), _column(pair, "weight_bytes")
         graphs = self._with_seeds(single), self._with_seeds(pair)
-        there = {"input_half_bytes": graphs, "weight_half_bytes": held, "first_weight_half_bytes": held}
-        most = {
-            name: (self._part(single, name) + size[0], self._part(pair, name) + size[1]) for name, size in there.items()
+        extra = {"input_half_bytes": graphs, "weight_half_bytes": held, "first_weight_half_bytes": held}
+        peaks = {
+            name: (self._part(single, name) + size[0], self._part(pair, name) + size[1]) for name, size in extra.items()
         }
         noted = self._part(single, "noted_bytes"), self._part(pair, "noted_bytes")
         last, seeds = single[-1], self._part(single, "noted_seed_bytes")
         hidden = max(0, int(self._saved.single[-1]) - (last.saved_bytes or 0))
         freed_with_loss = int(self._saved.single[-1] + noted[0][-1] - held[0][-1])
         of_loss = max(0, min(int(self._staying.single[-1]) - hidden, freed_with_loss))
-        return _Halves(_Sums.of(*held), _Sums.of(*noted), seeds, of_loss, most)
+        return _Halves(_Sums.of(*held), _Sums.of(*noted), seeds, of_loss, peaks)
 
     def made(self, first: int, end: int) -> int:
         """Return the gradient bytes of the range's parameters; each use of a shared parameter counts."""

@@ -202,8 +202,8 @@ def most_tokens(path: str, changes: Mapping[str, Any]) -> int | None:
 
 
 def _most_tokens(config: Any) -> int | None:
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else None
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
@@ -315,13 +315,13 @@ def _picture_configs(config: Any) -> list[Any]:
 
 def _tokens(path: str, made: nn.Module, sequence: int | None, strict: bool = True) -> Tensor:
     """Return token ids of one sequence. strict: True: refuse a `sequence` that is too long; False: shorten it."""
-    most = _most_tokens(made.config)
-    if sequence is not None and most is not None and sequence > most and strict:
+    limit = _most_tokens(made.config)
+    if sequence is not None and limit is not None and sequence > limit and strict:
         raise CapslogError(
-            f"--sequence is {sequence}, but the model in {path} takes {most} tokens (max_position_embeddings); give at "
-            f"most that, or raise it with --model-arg max_position_embeddings={sequence}"
+            f"--sequence is {sequence}, but the model in {path} takes {limit} tokens (max_position_embeddings); give "
+            f"at most that, or raise it with --model-arg max_position_embeddings={sequence}"
         )
-    return torch.ones(1, min(sequence or _TOKENS, most or sequence or _TOKENS), dtype=torch.int64)
+    return torch.ones(1, min(sequence or _TOKENS, limit or sequence or _TOKENS), dtype=torch.int64)
 
 
 def _size_of_pictures(config: Any) -> tuple[int, int] | None:
