@@ -109,9 +109,9 @@ class Boundaries:
         train = self._setup.config.train
         self._verify(step)
         completed = self._complete(in_thread=True) if self._all_written else None
-        again = self._agree(step) if step == self._base > 0 else False
+        must_rewrite = self._agree(step) if step == self._base > 0 else False
         evaluates = _due(train.evaluate_every, step) and self._evaluated < step
-        if evaluates or again or _due(train.checkpoint_every, step) or (save and step > 0):
+        if evaluates or must_rewrite or _due(train.checkpoint_every, step) or (save and step > 0):
             # complete before an evaluation, so that a failed or interrupted evaluation loses no step
             completed = self._save(step, train.checkpoint_background and not (save or evaluates)) or completed
             if evaluates:

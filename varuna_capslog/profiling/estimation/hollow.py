@@ -276,7 +276,7 @@ class _Meter(StepMeter):
     def __init__(self, speed: Speed, quirks: Quirks) -> None:
         self._speed, self._quirks = speed, quirks
         self._engine: PipelineEngine | None = None
-        self._own: Collection[int] = ()
+        self._resident: Collection[int] = ()
         self._stage = StageMeter(_CPU, list)
         self.static_bytes = 0
         self.work: dict[str, Work] = {kind: {} for kind in "FRBU"}
@@ -298,7 +298,7 @@ class _Meter(StepMeter):
 
     def begin(self, engine: PipelineEngine, resident: Collection[int], followed: Lifetimes) -> None:
         super().begin(engine, resident, followed)
-        self._engine, self._own = engine, resident
+        self._engine, self._resident = engine, resident
         self._weights = ActionWeights(engine, self._quirks.block_bytes)
         if len(engine.layers) == 1:
             parameters = list(engine.layers[0].parameters.values())
@@ -367,7 +367,7 @@ class _Meter(StepMeter):
     def _saving(self, stage: Stage, context: CallContext) -> Iterator[None]:
         microbatch = context.index
         sources = lambda: stage.kept(microbatch), lambda: stage.entries(microbatch), lambda: stage.in_loss
-        with self._stage.saving(self._own, *sources):
+        with self._stage.saving(self._resident, *sources):
             yield
         self.refused = self.refused or stage.refusals.get(microbatch, "")
 
