@@ -254,10 +254,10 @@ layout = Layout.pipelines((0,), len(chain))
 engine = types.SimpleNamespace(chain=chain, layers=layers, optimizer=optimizer, communicator=alone, layout=layout)
 weight = layers[1].parameters["conv.weight"]
 
-def save(step, beside):
+def save(step, in_thread):
     torch.nn.init.constant_(weight, float(step))
-    saving = CheckpointWriter(folder, step, 0, engine, {}, HostCopies() if beside else None)
-    saving.complete(lambda: prune(folder, 1, beside=beside))
+    saving = CheckpointWriter(folder, step, 0, engine, {}, HostCopies() if in_thread else None)
+    saving.complete(lambda: prune(folder, 1, in_thread=in_thread))
     for thread in threading.enumerate():
         if thread is not threading.main_thread():
             thread.join()

@@ -191,12 +191,12 @@ def bytes_that_count(communicator: Communicator) -> dict[str, int]:
     tensor, tier = torch.ones(1000, device=device), HostTier(device)
     with PeakProbe(device) as probe:
         byte_counts["whole"] = accelerator.allocated_bytes(device) - before
-        region, wait = tier.leave(tensor, beside=True)
+        region, wait = tier.offload(tensor, overlap=True)
         wait()
         del tensor
         byte_counts["away"] = accelerator.allocated_bytes(device) - before
         torch.ones(1 << 20)  # beside the device
-        back, wait = tier.come_back(region, beside=True)
+        back, wait = tier.load_back(region, overlap=True)
         wait()
         twice = back.view(torch.float32) * 2
     tier.finish()

@@ -88,10 +88,10 @@ def main() -> None:
                 saving = CheckpointWriter(Path(folder), number, 0, engine, {}, copies)
                 worked = time.thread_time() - began
                 busy = []
-                while copies is not None and not saving.sealed(b""):
+                while copies is not None and not saving.marked(b""):
                     busy.append(step())
                 began = time.thread_time()
-                path = saving.complete(partial(prune, Path(folder), 1, beside=copies is not None))
+                path = saving.complete(partial(prune, Path(folder), 1, in_thread=copies is not None))
                 worked += time.thread_time() - began
                 size = sum(layer["bytes"] for layer in open_checkpoint(path).manifest["layers"].values())
                 if turn:  # the first round only warms up

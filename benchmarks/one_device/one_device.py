@@ -230,7 +230,7 @@ def rotor_rows(
     saved = [max(cuts[k + 1], ranges.saved(k, k + 1) - cuts[k] + cuts[k + 1]) for k in range(end)]
     more_f = [max(0, ranges.forward(k, k + 1) - cuts[k] - saved[k]) for k in range(end)]
     more_b = [
-        max(0, ranges.backward(k, k + 1).most - ranges.saved(k, k + 1) - ranges.gradient[k + 1] - cuts[k])
+        max(0, ranges.backward(k, k + 1).peak - ranges.saved(k, k + 1) - ranges.gradient[k + 1] - cuts[k])
         for k in range(end)
     ]
     numbers = Layers(forward, backward, cuts, saved, more_f, more_b)

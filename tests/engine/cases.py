@@ -107,10 +107,6 @@ def train(
     if twist == "pair groups":
         os.environ[nccl_failures.MANNERS] = "0,0,0"
         communicator.open_pair_groups(engine.pairs(), nccl_failures.open_group, torch.device("cpu"))
-    calls: list[str] = []
-    for index, stage in engine.stages.items():
-        stage.before_step.append(lambda index=index: calls.append(f"before {index}"))
-        stage.after_step.append(lambda index=index: calls.append(f"after {index}"))
     if twist == "drop":
         victims = [p for layer in engine.layers for p in layer.parameters.values() if p.requires_grad]
         victims[0].register_hook(torch.zeros_like)
@@ -139,7 +135,6 @@ def train(
         "norms": [result.grad_norm for result in results],
         "scales": [(result.loss_scale, result.skipped) for result in results],
         "gradients": first,
-        "calls": calls,
         "state": {f"{layer.name}.{n}": p.detach().clone().cpu() for layer in layers for n, p in layer.values.items()},
         "weights": {
             f"{layer.name}.{n}": p.detach().clone().cpu() for layer in layers for n, p in layer.parameters.items()
@@ -169,9 +164,9 @@ class Reordered(HostTier):
 class Late(HostTier):
     """Copies that begin late; until then their target holds no number."""
 
-    def _copy(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
+    def _copy(self, source: Tensor, target: Tensor, overlap: bool) -> Wait:
         target.fill_(255)
-        return super()._copy(source, target, beside)
+        return super()._copy(source, target, overlap)
 
     def carry(self, source: Tensor, target: Tensor) -> None:
         time.sleep(0.005)
@@ -181,8 +176,8 @@ class Late(HostTier):
 class Early(Late):
     """Says that a copy has come back as soon as it has begun: a sabotage."""
 
-    def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
-        return super().come_back(region, beside)[0], lambda: None
+    def load_back(self, region: HostRegion, overlap: bool) -> tuple[Tensor, Wait]:
+        return super().load_back(region, overlap)[0], lambda: None
 
 
 class Failing(HostTier):

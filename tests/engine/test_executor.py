@@ -15,7 +15,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.offload import HostTier
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.recipe import EngineOptions
-from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.schedules.lower import Instruction
 
@@ -33,7 +33,7 @@ class Watcher(Observer):
         self.instructions.append((position, str(instruction)))
 
     @contextlib.contextmanager
-    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+    def working(self, kind: str, stage: Stage, context: CallContext) -> Iterator[None]:
         self.open.append(kind)
         yield
         if kind != "B":

@@ -22,7 +22,7 @@ from varuna_capslog.engine.layout import Reach
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.recipe import EngineOptions, LossScale
-from varuna_capslog.engine.stage import MicrobatchContext, SegmentState, Stage
+from varuna_capslog.engine.stage import CallContext, SegmentState, Stage
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec, Value
 from varuna_capslog.training.loop import verify_copies
 
@@ -36,12 +36,12 @@ class Scale(nn.Module):
         return torch.stack(tensors).sum(0) * self.weight
 
 
-def graphs_kept(chain: Chain) -> tuple[int, Stage, MicrobatchContext]:
+def graphs_kept(chain: Chain) -> tuple[int, Stage, CallContext]:
     """Return how many graphs one forward of the whole chain leaves, the stage and the context of the call."""
     device = torch.device("cpu")
     stage = Stage(0, chain, take_layers(chain, range(len(chain)), device), lambda out, *_: {"loss": out["x"].sum()})
     specs = {value: TensorSpec((3, 4), requires_grad=value.writer >= 0) for value in chain.readers}
-    context = MicrobatchContext((0,), specs, Reach(chain, specs), [None], {}, (1, 1))
+    context = CallContext((0,), specs, Reach(chain, specs), [None], {}, (1, 1))
     stage.forward(context, {Value("x", -1): torch.ones(3, 4)}, whole=True)
     return len(stage._held[0].states[0].graphs), stage, context
 

@@ -26,11 +26,11 @@ def test_a_storage_leaves_once_and_every_tensor_on_it_comes_back_with_its_stride
     taken = [call.take(tensor) for tensor in tensors]
     storages = [weakref.ref(tensor.untyped_storage()) for tensor in (matrix, halves, flags)]
     del matrix, halves, flags, tensors
-    call.leave(beside=True)
+    call.offload(overlap=True)
     call.settle()
     assert [storage() for storage in storages] == [None] * 3
     assert tier.bytes == 96 + 14 + 3
-    call.come_back(beside=True)
+    call.load_back(overlap=True)
     for handle, (value, stride, dtype) in zip(taken, expected, strict=True):
         restored = handle.get()
         assert (restored.stride(), restored.dtype) == (stride, dtype)
@@ -51,10 +51,10 @@ def test_what_autograd_saves_leaves_but_not_the_parameters() -> None:
     with call.taking_what_is_saved(line.parameters()):
         result = line(start)
     del start
-    call.leave(beside=True)
+    call.offload(overlap=True)
     call.settle()
     assert tier.bytes == 4 * (3 * 4 + 3 * 8)  # the input, and the output of tanh, which both of its neighbours save
-    call.come_back(beside=True)
+    call.load_back(overlap=True)
     torch.autograd.backward(result, 2 * result.detach())
     assert kept.grad is not None
     assert box.grad is not None
@@ -70,24 +70,24 @@ def test_what_is_not_needed_any_more_does_not_leave() -> None:
     call = OffloadedCall(tier)
     needed = call.take(torch.ones(4))
     call.take(torch.ones(1000))
-    call.leave(beside=False)
+    call.offload(overlap=False)
     assert tier.bytes == 16
-    call.come_back(beside=False)
+    call.load_back(overlap=False)
     assert needed.get().sum() == 4
 
 
 def test_memory_that_was_given_back_is_used_again_and_a_bound_holds(tmp_path) -> None:
     tier = HostTier(CPU, TierOptions(str(tmp_path), capacity=100))
-    first, wait = tier.leave(torch.zeros(10), beside=True)
+    first, wait = tier.offload(torch.zeros(10), overlap=True)
     wait()
     tier.give_back(first)
-    again, _ = tier.leave(torch.zeros(10), beside=False)
+    again, _ = tier.offload(torch.zeros(10), overlap=False)
     assert again is first
     tier.give_back(again)
     # 40 bytes are mapped and free, and must make place for 80
-    larger, _ = tier.leave(torch.zeros(20), beside=False)
+    larger, _ = tier.offload(torch.zeros(20), overlap=False)
     with pytest.raises(CapslogError, match=r"may hold 100 bytes .* 80 are in use and 40 more are needed"):
-        tier.leave(torch.zeros(10), beside=False)
+        tier.offload(torch.zeros(10), overlap=False)
     tier.give_back(larger)
     assert os.listdir(tmp_path) == []
 
@@ -95,10 +95,10 @@ def test_memory_that_was_given_back_is_used_again_and_a_bound_holds(tmp_path) ->
 def test_a_folder_that_cannot_take_the_bytes_is_named(tmp_path) -> None:
     tier = HostTier(CPU, TierOptions(str(tmp_path / "missing")))
     with pytest.raises(CapslogError, match=r"missing cannot take 40 bytes more: No such file .*pipeline.host_tier"):
-        tier.leave(torch.zeros(10), beside=False)
+        tier.offload(torch.zeros(10), overlap=False)
 
 
 def test_a_copy_that_does_not_end_is_given_up() -> None:
     tier = HostTier(CPU, TierOptions(bandwidth=100.0, timeout_seconds=0.05))
     with pytest.raises(CapslogError, match=r"has not ended within 0\.05 s"):
-        tier.leave(torch.zeros(10), beside=False)
+        tier.offload(torch.zeros(10), overlap=False)

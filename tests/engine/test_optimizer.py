@@ -354,14 +354,14 @@ def test_no_more_than_two_layers_are_away_from_the_tier_at_a_time() -> None:
     most = 0
 
     class Counted(HostTier):
-        def come_back(self, region, beside):  # type: ignore[no-untyped-def]
+        def load_back(self, region, overlap):  # type: ignore[no-untyped-def]
             nonlocal most
             on_device.add(id(region))
             most = max(most, len(on_device))
-            return super().come_back(region, beside)
+            return super().load_back(region, overlap)
 
-        def copy_out(self, tensor, region, beside):  # type: ignore[no-untyped-def]
-            wait = super().copy_out(tensor, region, beside)
+        def copy_out(self, tensor, region, overlap):  # type: ignore[no-untyped-def]
+            wait = super().copy_out(tensor, region, overlap)
 
             def settled() -> None:
                 wait()

@@ -153,13 +153,6 @@ def test_a_periodic_schedule_on_a_rank_that_comes_back_gives_the_bits_of_one_ran
     assert not differences(results, one_rank(pool))
 
 
-def test_hooks_of_a_stage_run_once_before_its_first_and_after_its_last_use(pool: WorkerPool) -> None:
-    results = run(pool, "several stages per rank", steps=1)
-    assert sorted(results[0]["calls"]) == [f"{when} {stage}" for when in ("after", "before") for stage in (0, 2, 4)]
-    assert results[0]["calls"][0] == "before 0"
-    assert results[0]["calls"][-1] == "after 0"
-
-
 @pytest.mark.parametrize("name", ["heads on three ranks", "two replicas of two"])
 def test_float64_agrees_to_1e_12(pool: WorkerPool, name: str) -> None:
     results = run(pool, name, steps=1, dtype=torch.float64)

@@ -48,8 +48,8 @@ def test_a_stage_that_reads_a_tensor_twice_has_two_gradients_of_it() -> None:
     # layer 5: gradient of e; 4: of d, a and b; 3 and before: a second one of a, and those of c and the dead end
     assert gradient == [*[20 + 100 + 1000 + 5] * 4, 10 + 100 + 10000, 100000]
     assert added == [0] * 5
-    assert StageTensors.of(TENSORS, [3, 4], 5).gone(3, 5) == 0
-    assert StageTensors.of(TENSORS, [3], 5).gone(3, 4) == 10, "a crosses the end of layer 3, but is not read here again"
+    assert StageTensors.of(TENSORS, [3, 4], 5).read_elsewhere(3, 5) == 0
+    assert StageTensors.of(TENSORS, [3], 5).read_elsewhere(3, 4) == 10, "a crosses the end of layer 3, unread here"
 
 
 def test_what_goes_over_each_pair_of_stages() -> None:

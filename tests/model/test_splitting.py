@@ -15,7 +15,7 @@ from tests.detr.tiny import tiny_chain
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.factories import LayerFactory
-from varuna_capslog.model.layer import TensorPiece, of_parts, parts_from_json, put_together, split_table
+from varuna_capslog.model.layer import TensorPiece, parts_from_json, put_together, split_table, weights_of_parts
 from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.model.splitting.splitter import Splitter
 from varuna_capslog.model.splitting.torch_layers import linear_rows
@@ -122,7 +122,7 @@ def test_parts_begin_with_the_weights_of_the_whole_layer(splits: dict[str, str])
     assert all(torch.equal(addressed[name], expected_tensors[name]) for name in expected_tensors)
     counts = [sum(parameter.numel() for parameter in model.named_parameters().values()) for model in (chain, plain)]
     assert counts[0] == counts[1]
-    split_tensors = of_parts({name: tensor.detach() for name, tensor in expected_tensors.items()}, chain.layers)
+    split_tensors = weights_of_parts({name: tensor.detach() for name, tensor in expected_tensors.items()}, chain.layers)
     assert all(torch.equal(split_tensors[name], tensor) for name, tensor in chain.named_parameters().items())
 
 

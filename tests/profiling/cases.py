@@ -18,7 +18,7 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedRun, measure_run, play_neighbours, skeleton
+from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedRun, measure_run, run_neighbours, skeleton
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def trim_all(
         if communicator.rank == MEASURED_RANK:
             observations.append(measure_run(chain, run, conditions, workload.loss, communicator, CPU))
         else:
-            play_neighbours(chain, run, conditions, communicator)
+            run_neighbours(chain, run, conditions, communicator)
     gc.unfreeze()
     return observations, Watching.seen
 

@@ -176,6 +176,6 @@ def test_stages_that_treat_their_layers_each_in_its_own_way_have_the_peaks_of_wh
     options = EngineOptions(14, schedule=draw.choice(["1f1b", "varuna", "1f1b-star"]), clip_norm=1.0)
     full = rehearse_layout(estimator, layout, options)
     assert rank_peaks(estimator, layout, options) == [rank.peak_bytes for rank in full]
-    assert ShortSteps.know(layout, options)
+    assert ShortSteps.apply_to(layout, options)
     moved = dataclasses.replace(stages[0], memory=(MemoryInterval(0, stages[0].end, "offload"),))
-    assert not ShortSteps.know(Layout((moved, *stages[1:])), options)
+    assert not ShortSteps.apply_to(Layout((moved, *stages[1:])), options)

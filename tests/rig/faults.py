@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError, HostTierFailed
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, Stage
 from varuna_capslog.schedules.lower import Instruction
 from varuna_capslog.start import member_worker as worker
 from varuna_capslog.start.member_worker import MemberParts
@@ -207,7 +207,7 @@ class Slowness(Observer):
             self._factor = float(self._file.read_text()) if self._file.exists() else 1.0
 
     @contextlib.contextmanager
-    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+    def working(self, kind: str, stage: Stage, context: CallContext) -> Iterator[None]:
         began = time.perf_counter()
         yield
         if self._factor > 1:

@@ -196,9 +196,9 @@ def test_an_evaluation_begins_once_the_checkpoint_is_whole(tmp_path: Path, monke
 
 def test_ballots_come_out_as_they_went_in() -> None:
     plain = (b"", b"7|x", b'{"finite":true}')
-    assert CheckpointWriter.opened(plain) == (plain, False)
-    assert CheckpointWriter.opened([b"written|" + ballot for ballot in plain]) == (plain, True)
-    assert CheckpointWriter.opened([b"written|", *plain]) == ((b"", *plain), False)
+    assert CheckpointWriter.unmarked(plain) == (plain, False)
+    assert CheckpointWriter.unmarked([b"written|" + ballot for ballot in plain]) == (plain, True)
+    assert CheckpointWriter.unmarked([b"written|", *plain]) == ((b"", *plain), False)
 
 
 KILLED_WHILE_WRITING = """

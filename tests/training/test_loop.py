@@ -176,12 +176,12 @@ def test_a_ballot_comes_out_as_it_went_in() -> None:
     meter = PeakMeter(torch.device("cpu"))
     meter.begin(1)
     plain = (b"", b'{"finite":true}', b"12", b'{"why":"a|b"}')
-    assert meter.opened(plain) == (plain, None)
-    assert meter.sealed(b"x") == b"x"  # nothing was measured yet
+    assert meter.without_peaks(plain) == (plain, None)
+    assert meter.with_peak(b"x") == b"x"  # nothing was measured yet
     meter._steps, meter._bytes = meter._at, 77
-    assert meter.opened([meter.sealed(ballot) for ballot in plain]) == (plain, [77] * 4)
+    assert meter.without_peaks([meter.with_peak(ballot) for ballot in plain]) == (plain, [77] * 4)
     # peaks of some are no peaks of all, but their ballots count
-    assert meter.opened([meter.sealed(b""), b'{"finite":true}']) == ((b"", b'{"finite":true}'), None)
+    assert meter.without_peaks([meter.with_peak(b""), b'{"finite":true}']) == ((b"", b'{"finite":true}'), None)
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -204,7 +204,7 @@ def test_which_step_is_measured(
             measured.append(number)
             assert meter._bytes is not None
             assert meter._bytes >= kept.nbytes
-        assert (meter.sealed(b"") != b"") == due
+        assert (meter.with_peak(b"") != b"") == due
         skipped = skips and number in (1, step + 2)
         with meter.applying(Nothing(), skipped):  # type: ignore[arg-type]
             pass

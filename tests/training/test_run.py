@@ -231,12 +231,12 @@ def test_a_flipped_bit_is_noticed(whole: Path, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "copy").layer("encoder.0")
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, in_thread: bool) -> None:
     for step in (1, 2, 3, 4, 5):
         (tmp_path / f"step-{step:08d}").mkdir()
     (tmp_path / ".partial-step-00000006-g0").mkdir()
-    prune(tmp_path, keep=2, spare=[1], beside=beside)
+    prune(tmp_path, keep=2, spare=[1], in_thread=in_thread)
     for thread in threading.enumerate():
         if thread.name == "old checkpoints":
             thread.join(30)

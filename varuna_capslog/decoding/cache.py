@@ -47,12 +47,12 @@ class Wire:
         return [rank for rank in range(self.degree) if rank != self.rank]
 
     def exchange(
-        self, given: Mapping[int, Sequence[Tensor]], wanted: Mapping[int, Sequence[TensorSpec]]
+        self, outgoing: Mapping[int, Sequence[Tensor]], wanted: Mapping[int, Sequence[TensorSpec]]
     ) -> dict[int, list[Tensor]]:
-        """Send tensors to the ranks of `given`; return those from the ranks of `wanted`. Skips empty messages."""
-        if not given and not wanted:
+        """Send tensors to the ranks of `outgoing`; return those from the ranks of `wanted`. Skips empty messages."""
+        if not outgoing and not wanted:
             return {}
-        messages = {peer: _packed(tensors) for peer, tensors in given.items()}
+        messages = {peer: _packed(tensors) for peer, tensors in outgoing.items()}
         sizes = {peer: sum(spec.num_bytes for spec in specs) for peer, specs in wanted.items()}
         self.sent_bytes[self.phase] += sum(message.nbytes for message in messages.values())
         self._exchanges += 1
@@ -187,9 +187,9 @@ class DealtCache:
             slots = [self.lengths[request] // self._degree for request in requests]
             keys[requests, :, slots], values[requests, :, slots] = key, value
         counts = [self._count(request, self._rank, 1) for request in range(len(self.lengths))]
-        most = max(counts)
+        slots_used = max(counts)
         output, sums = attend_to_part(
-            queries, keys[:, :, :most], values[:, :, :most], torch.tensor(counts, device=keys.device)
+            queries, keys[:, :, :slots_used], values[:, :, :slots_used], torch.tensor(counts, device=keys.device)
         )
         return self._merged(output, sums)[:, :, None]
 

@@ -147,16 +147,16 @@ def phases(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[flo
     if shard == HEADS:
         slices = _shares(batch * shape.width, degree)
         # a slice goes to the rank that sums it, then the sum to all: a rank's sent and received bytes change places
-        most = max(max(sum(slices) - size, (degree - 1) * size) for size in slices)
-        return [float(most * shape.itemsize)] * 4
+        largest = max(max(sum(slices) - size, (degree - 1) * size) for size in slices)
+        return [float(largest * shape.itemsize)] * 4
     query, pair = shape.queries * shape.itemsize, 2 * shape.keys * shape.itemsize / degree
     result = query + shape.heads * shape.sum_itemsize
-    out = back = 0.0
+    sent = returned = 0.0
     for requests in _shares(batch, degree):
         others = batch - requests
-        out = max(out, (degree - 1) * requests * (query + pair), others * (query + pair))
-        back = max(back, others * result, (degree - 1) * requests * result)
-    return [out, back]
+        sent = max(sent, (degree - 1) * requests * (query + pair), others * (query + pair))
+        returned = max(returned, others * result, (degree - 1) * requests * result)
+    return [sent, returned]
 
 
 def most_positions(batch: int, length: int, degree: int) -> int:

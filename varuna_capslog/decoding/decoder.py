@@ -40,7 +40,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 _NAME = "capslog_decoding"
 _PLENTY = 1 << 40
 """Tokens, more than any attention window."""
-_HARMLESS = ("position_ids", "cache_position", "use_cache", "is_causal", "output_attentions")
+_IGNORED_ARGUMENTS = ("position_ids", "cache_position", "use_cache", "is_causal", "output_attentions")
 """Further arguments of an attention function that do not change the attention of a causal decoder."""
 
 
@@ -168,10 +168,10 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function that transformers calls; returns [B, S, H, D]."""
-    strange = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
-    if strange:
+    unknown = [name for name, value in others.items() if value is not None and name not in _IGNORED_ARGUMENTS]
+    if unknown:
         raise CapslogError(
-            f"{type(module).__name__} attends with {', '.join(strange)}, which decoding over ranks does not know; use "
+            f"{type(module).__name__} attends with {', '.join(unknown)}, which decoding over ranks does not know; use "
             "transformers' generate"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

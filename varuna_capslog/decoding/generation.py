@@ -73,16 +73,16 @@ def check_prompts(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int)
     if not prompts:
         raise CapslogError("there is no prompt to decode; give at least one, a list of token numbers")
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    most = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(model.config, "max_position_embeddings", None)
     for place, prompt in enumerate(prompts):
         if not len(prompt):
             raise CapslogError(f"prompt {place} is empty; give it a token, such as that of the beginning")
         wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise CapslogError(f"prompt {place} has token {wrong}, but the model knows 0 to {vocabulary - 1}")
-        if most is not None and len(prompt) + new_tokens > most:
+        if limit is not None and len(prompt) + new_tokens > limit:
             raise CapslogError(
-                f"prompt {place} of {len(prompt)} tokens and {new_tokens} new ones are more than the {most} "
+                f"prompt {place} of {len(prompt)} tokens and {new_tokens} new ones are more than the {limit} "
                 "positions of the model; shorten one of them"
             )
 
@@ -215,9 +215,9 @@ def generation_keys(model: Any) -> dict[str, Any]:
     plain = {key: _REFUSED.get(key, unset) for key, unset in vars(type(config)()).items() if not key.startswith("_")}
     set_keys = {key: getattr(config, key, None) for key in plain}
     for key, setting in set_keys.items():
-        other = key not in _HONOURED and key not in _WITHOUT_EFFECT
+        unsupported = key not in _HONOURED and key not in _WITHOUT_EFFECT
         quantized = key == "cache_implementation" and setting == "quantized"
-        if quantized or (other and not _idle(setting, plain[key])):
+        if quantized or (unsupported and not _idle(setting, plain[key])):
             raise CapslogError(
                 f"the model's generation config says {key}={setting!r}, which decoding over ranks does not know; set "
                 f"model.generation_config.{key} = {plain[key]!r}, or use transformers' generate on one device"

@@ -84,7 +84,7 @@ def pack(value: Any) -> bytes:
     list, tuple, set or dict of these. Raises CapslogError for other types.
     """
     blobs: list[bytes] = []
-    text = json.dumps([_told(value, blobs), [len(blob) for blob in blobs]]).encode()
+    text = json.dumps([_encoded(value, blobs), [len(blob) for blob in blobs]]).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *blobs))
 
 
@@ -93,17 +93,17 @@ def unpack(data: bytes) -> Any:
     try:
         (size,) = _LENGTH.unpack_from(data)
         at = _LENGTH.size + size
-        told, sizes = json.loads(data[_LENGTH.size : at])
+        encoded, sizes = json.loads(data[_LENGTH.size : at])
         blobs = []
         for length in sizes:
             blobs.append(data[at : at + length])
             at += length
-        return _value(told, blobs)
+        return _value(encoded, blobs)
     except (struct.error, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise CapslogError(f"a rank sent {len(data)} bytes that are no value: {error}; start anew") from error
 
 
-def _told(value: Any, blobs: list[bytes]) -> Any:
+def _encoded(value: Any, blobs: list[bytes]) -> Any:
     """Return the value as JSON: plain values unchanged, others as [tag, ...]. Bytes are appended to `blobs`."""
     if isinstance(value, np.generic):
         return ["scalar", value.dtype.str, _kept(value.tobytes(), blobs)]
@@ -112,10 +112,10 @@ def _told(value: Any, blobs: list[bytes]) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", _kept(bytes(value), blobs)]
     if isinstance(value, dict):
-        return ["dict", [[_told(key, blobs), _told(member, blobs)] for key, member in value.items()]]
+        return ["dict", [[_encoded(key, blobs), _encoded(member, blobs)] for key, member in value.items()]]
     for name, (kind, _) in _ROWS.items():
         if isinstance(value, kind):
-            return [name, [_told(member, blobs) for member in value]]
+            return [name, [_encoded(member, blobs) for member in value]]
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -133,10 +133,10 @@ def _kept(data: bytes, blobs: list[bytes]) -> int:
     return len(blobs) - 1
 
 
-def _value(told: Any, blobs: list[bytes]) -> Any:
-    if not isinstance(told, list):
-        return told
-    tag, *fields = told
+def _value(encoded: Any, blobs: list[bytes]) -> Any:
+    if not isinstance(encoded, list):
+        return encoded
+    tag, *fields = encoded
     if tag == "bytes":
         return blobs[fields[0]]
     if tag == "dict":
@@ -171,7 +171,7 @@ _ENDING_TAG = (1 << 30) + 1
 """Tag of no message; a receive with this tag times out and so ends a group (see `Communicator.abort`)."""
 
 
-_OF_OTHERS = re.compile("timed? ?out|connect|closed|reset|broken pipe|refused", re.IGNORECASE)
+_PEER_ERRORS = re.compile("timed? ?out|connect|closed|reset|broken pipe|refused", re.IGNORECASE)
 """Matches errors of a rendezvous, of torch or gloo, that another rank caused: it did not come, or left."""
 
 
@@ -213,7 +213,7 @@ def connect(
         sentence = (
             f"rank {rank} could not join {world_size} ranks at {address}:{port}: {str(error).partition(chr(10))[0]}"
         )
-        if _OF_OTHERS.search(str(error)) is None:  # no other rank is the cause
+        if _PEER_ERRORS.search(str(error)) is None:  # no other rank is the cause
             raise CapslogError(f"{sentence}; mend this, or what GLOO_SOCKET_IFNAME says of the network") from error
         raise PeerLost(sentence, None) from error
     return Communicator(rank, world_size, generation, timeout, dist.group.WORLD, store)

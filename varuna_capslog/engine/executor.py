@@ -21,7 +21,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.grains import Joining
 from varuna_capslog.engine.layout import Routes, value_of
-from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, Stage
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once
 from varuna_capslog.schedules.lower import Instruction
@@ -81,7 +81,7 @@ class Stopwatch:
 
 
 _TENSORS_PER_MESSAGE = 64
-Contexts: TypeAlias = "Callable[[tuple[int, ...]], MicrobatchContext]"
+Contexts: TypeAlias = "Callable[[tuple[int, ...]], CallContext]"
 """Maps the microbatches of a call to their context."""
 _UNOBSERVED: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -92,7 +92,7 @@ class Observer:
     def instruction(self, position: int, instruction: Instruction) -> None:
         """Called before each instruction of this rank's program, also in an evaluation; `position` counts from 0."""
 
-    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+    def working(self, kind: str, stage: Stage, context: CallContext) -> AbstractContextManager[None]:
         """Context manager that is open during one training action of `stage`; `kind` is F, R, B, I or W."""
         return _UNOBSERVED
 
@@ -137,13 +137,7 @@ class Executor:
         actions = [action for action in self._program if isinstance(action, Action)]
         self._at_once = backwards_at_once(actions)
         self._offloaded = {(action.stage, action.microbatch) for action in actions if action.kind == "O"}
-        self._leaving: list[Callable[[], None]] = []
-        positions: dict[int, list[int]] = {}
-        for position, instruction in enumerate(self._program):
-            if isinstance(instruction, Action):
-                positions.setdefault(instruction.stage, []).append(position)
-        self._first_use = {uses[0]: stage for stage, uses in positions.items()}
-        self._last_use = {uses[-1]: stage for stage, uses in positions.items()}
+        self._offloading: list[Callable[[], None]] = []
         self.doing = "idle"
 
     def run(
@@ -151,7 +145,7 @@ class Executor:
         contexts: Contexts,
         load: Callable[[int], dict[str, Tensor]],
         after_backward: Callable[[Stage, int], None] | None = None,
-        evaluate: Callable[[MicrobatchContext, dict[str, Tensor]], None] | None = None,
+        evaluate: Callable[[CallContext, dict[str, Tensor]], None] | None = None,
     ) -> None:
         """Run the program once.
 
@@ -166,9 +160,6 @@ class Executor:
         for position, instruction in enumerate(self._program):
             if observer is not None:
                 observer.instruction(position, instruction)
-            if position in self._first_use:
-                for hook in self._stages[self._first_use[position]].before_step:
-                    hook()
             if isinstance(instruction, SendInstruction):
                 transfers.send(instruction, arrived.pop(instruction.message))
             elif isinstance(instruction, Recv):
@@ -177,11 +168,8 @@ class Executor:
             else:
                 self.doing = str(instruction)
                 self._act(instruction, contexts, arrived, load, after_backward, evaluate)
-            if position in self._last_use:
-                for hook in self._stages[self._last_use[position]].after_step:
-                    hook()
         transfers.finish()
-        self._leaving.clear()
+        self._offloading.clear()
         self.doing = "idle"
 
     def _act(
@@ -191,7 +179,7 @@ class Executor:
         arrived: dict[Message, dict[Any, Tensor]],
         load: Callable[[int], dict[str, Tensor]],
         after_backward: Callable[[Stage, int], None] | None,
-        evaluate: Callable[[MicrobatchContext, dict[str, Tensor]], None] | None,
+        evaluate: Callable[[CallContext, dict[str, Tensor]], None] | None,
     ) -> None:
         if action.microbatch is None:
             return  # U: the update is the caller's, after the vote
@@ -199,26 +187,26 @@ class Executor:
         stage, microbatches = self._stages[number], self._graph.calls[number][call]
         context = contexts(microbatches)
         if action.kind == "O":
-            self._leaving.append(stage.offload(context))
+            self._offloading.append(stage.offload(context))
             return
         if action.kind == "L":
             stage.load(context)
             return
-        leaving, self._leaving = self._leaving, []
+        settles, self._offloading = self._offloading, []
         before, after = self._graph.upstream[number][call], self._graph.downstream[number][call]
         if action.kind == "F":
             values = self._inputs(stage, context, load)
             values |= self._joined(arrived, [Message("activation", peer, place) for peer in before], context)
             if evaluate is not None:
-                made, outputs = stage.evaluate(context, values)
+                outgoing, outputs = stage.evaluate(context, values)
                 if outputs is not None:
                     evaluate(context, outputs)
             else:
                 with self._working("F", stage, context):
-                    made = stage.forward(
+                    outgoing = stage.forward(
                         context, values, (number, call) in self._at_once, (number, call) in self._offloaded
                     )
-            self._parted(arrived, [Message("activation", place, peer) for peer in after], made, contexts)
+            self._fill_messages(arrived, [Message("activation", place, peer) for peer in after], outgoing, contexts)
         elif action.kind == "R":
             with self._working("R", stage, context):
                 stage.recompute(context)
@@ -229,15 +217,15 @@ class Executor:
             gradients = self._joined(arrived, [Message("gradient", place, peer) for peer in after], context)
             with self._working(action.kind, stage, context):
                 handed_back = stage.backward(context, gradients, action.kind == "I")
-            self._parted(arrived, [Message("gradient", peer, place) for peer in before], handed_back, contexts)
+            self._fill_messages(arrived, [Message("gradient", peer, place) for peer in before], handed_back, contexts)
         if action.kind in "BW" and after_backward is not None:
             after_backward(stage, microbatches[-1])
         # storages that were offloaded during this action are freed here, so that memory does not depend on timing
-        for settle in leaving:
+        for settle in settles:
             settle()
 
     def _inputs(
-        self, stage: Stage, context: MicrobatchContext, load: Callable[[int], dict[str, Tensor]]
+        self, stage: Stage, context: CallContext, load: Callable[[int], dict[str, Tensor]]
     ) -> dict[Any, Tensor]:
         """Inputs of the chain that this stage reads, on its device."""
         if not stage.ports.inputs:
@@ -251,7 +239,7 @@ class Executor:
         self,
         arrived: dict[Message, dict[Any, Tensor]],
         messages: Sequence[Message],
-        context: MicrobatchContext,
+        context: CallContext,
     ) -> dict[Any, Tensor]:
         """Tensors that a call gets from calls of other stages, joined; they are removed from `arrived`."""
         joined: dict[Any, Tensor] = {}
@@ -267,18 +255,18 @@ class Executor:
             joined[key] = self._joining.join(key, pieces.pop(key), context.specs[value_of(key)])
         return joined
 
-    def _parted(
+    def _fill_messages(
         self,
         arrived: dict[Message, dict[Any, Tensor]],
         messages: Sequence[Message],
-        made: Mapping[Any, Tensor],
+        outgoing: Mapping[Any, Tensor],
         contexts: Contexts,
     ) -> None:
         """Put the tensors that a call made into the messages to calls of other stages, as entries of `arrived`."""
         for message in messages:
             gradient = message.kind == "gradient"
             keys = self._routes.gradients[message.edge] if gradient else self._routes.activations[message.edge]
-            tensors = {key: made[key] for key in keys if key in made}
+            tensors = {key: outgoing[key] for key in keys if key in outgoing}
             stage, call = message.end(sends=True)
             microbatches, common = self._graph.calls[stage][call], self.microbatches_of(message)
             if len(common) < len(microbatches):
@@ -294,7 +282,7 @@ class Executor:
         calls = self._graph.calls
         return min((calls[stage][call] for stage, call in (message.upstream, message.downstream)), key=len)
 
-    def _working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[Any]:
+    def _working(self, kind: str, stage: Stage, context: CallContext) -> AbstractContextManager[Any]:
         if self._observer is None:
             return self.stopwatch
         both = contextlib.ExitStack()

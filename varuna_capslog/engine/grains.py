@@ -55,7 +55,7 @@ def layers_of_one_microbatch(
     microbatch and for `count`.
     """
 
-    def alone(layer: int) -> bool:
+    def takes_one_microbatch(layer: int) -> bool:
         if _batch_norm(chain, layer) is not None:
             return True
         layers, passing = with_loss([layer], len(chain)), chain.values_at(layer)  # as with routes "relay"
@@ -65,7 +65,7 @@ def layers_of_one_microbatch(
             return True
         return False
 
-    return [layer for layer in range(len(chain)) if alone(layer)]
+    return [layer for layer in range(len(chain)) if takes_one_microbatch(layer)]
 
 
 def check_joined(chain: Chain, layout: Layout, inputs: Mapping[str, TensorSpec]) -> None:

@@ -53,7 +53,7 @@ class WeightHalf:
         while self.groups:
             group = self.groups.pop()
             later = {node for remaining in self.groups for node in remaining.nodes or ()}
-            again = any(remaining.nodes is None for remaining in self.groups)
+            repeats_graph = any(remaining.nodes is None for remaining in self.groups)
             if group.nodes is None:
                 starts = self.outputs
             else:
@@ -67,7 +67,7 @@ class WeightHalf:
                     [edge for edge, _ in starts],
                     [gradient for _, gradient in starts],
                     inputs=group.parameters,
-                    retain_graph=again or group.nodes is None or not later.isdisjoint(group.nodes),
+                    retain_graph=repeats_graph or group.nodes is None or not later.isdisjoint(group.nodes),
                 )
         self.noted.clear()
         self.outputs.clear()
@@ -168,14 +168,14 @@ class _Graph:
                 first[node] = node = first[first[node]]
             return node
 
-        alone = [node for node in self.next if node not in self.on_the_way]
-        for node in alone:
+        off_the_way = [node for node in self.next if node not in self.on_the_way]
+        for node in off_the_way:
             first[node] = node
-        for node in alone:
+        for node in off_the_way:
             for successor in self.next[node]:
                 first[stands_for(successor)] = stands_for(node)
         parameters: dict[Node, list[Tensor]] = {}
-        for node in alone:
+        for node in off_the_way:
             if (variable := getattr(node, "variable", None)) is not None:
                 parameters.setdefault(stands_for(node), []).append(variable)
         starts: dict[Node, dict[Node, None]] = {}

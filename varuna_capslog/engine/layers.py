@@ -127,7 +127,7 @@ class RunningStatistics:
     def __init__(self, module: nn.Module) -> None:
         self._modules = [child for _, child in tracking_modules(module)]
         self._recording: list[BatchStatistics] | None = None
-        self._seen: dict[int, list[BatchStatistics]] = {}
+        self._batches: dict[int, list[BatchStatistics]] = {}
         self._calls: tuple[int, ...] | None = None
         """Numbers of the modules that a forward calls, in the order of `arrange`; None before the first forward."""
         for child in self._modules:
@@ -142,7 +142,7 @@ class RunningStatistics:
     def begin(self, microbatch: int | None) -> None:
         """Record the next forwards for `microbatch` (None: a recomputation, whose statistics are dropped)."""
         self._active = True
-        self._recording = None if microbatch is None else self._seen.setdefault(microbatch, [])
+        self._recording = None if microbatch is None else self._batches.setdefault(microbatch, [])
 
     def end(self) -> None:
         """Stop recording forwards."""
@@ -179,10 +179,11 @@ class RunningStatistics:
         that all ranks with the layer have the same order. Raises CapslogError where the layer called other modules in
         an earlier forward.
         """
-        seen = self._seen[microbatch]
-        again = [[earlier.module for earlier in seen[:call]].count(batch.module) for call, batch in enumerate(seen)]
-        seen[:] = [seen[call] for call in sorted(range(len(seen)), key=lambda call: (again[call], seen[call].module))]
-        calls = tuple(batch.module for batch in seen)
+        batches = self._batches[microbatch]
+        modules = [batch.module for batch in batches]
+        order = sorted(range(len(modules)), key=lambda call: (modules[:call].count(modules[call]), modules[call]))
+        batches[:] = [batches[call] for call in order]
+        calls = tuple(batch.module for batch in batches)
         if self._calls is None:
             self._calls = calls
         if calls != self._calls:
@@ -194,12 +195,12 @@ class RunningStatistics:
 
     def of(self, microbatch: int) -> Sequence[Tensor]:
         """Recorded statistics of one microbatch of this step, in the order of `arrange`."""
-        return [batch.values for batch in self._seen.get(microbatch, ())]
+        return [batch.values for batch in self._batches.get(microbatch, ())]
 
     def take(self) -> dict[int, list[BatchStatistics]]:
         """Return the statistics of this step by microbatch, and clear them."""
-        seen, self._seen = self._seen, {}
-        return seen
+        batches, self._batches = self._batches, {}
+        return batches
 
     def commit(self, statistics: Mapping[int, Sequence[BatchStatistics]]) -> None:
         """Update the running buffers with the statistics of all replicas, in microbatch order as in one process."""

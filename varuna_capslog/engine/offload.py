@@ -35,7 +35,7 @@ __all__ = [
     "Wait",
     "entered",
     "laid_out",
-    "leaves",
+    "offloadable",
 ]
 
 
@@ -83,26 +83,26 @@ class HostTier:
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.Stream | None = None
 
-    def leave(self, tensor: Tensor, beside: bool) -> tuple[HostRegion, Wait]:
+    def offload(self, tensor: Tensor, overlap: bool) -> tuple[HostRegion, Wait]:
         """Copy the storage of a tensor to the tier; the storage must live until the copy has ended.
 
-        Returns the region, for `come_back` and `give_back`, and the wait for the copy. beside: True: the copy overlaps
+        Returns the region, for `load_back` and `give_back`, and the wait for the copy. overlap: True: the copy overlaps
         the caller's next work; False: it precedes that work. Raises CapslogError where the tier is full.
         """
         region = self.hold(tensor.untyped_storage().nbytes())
-        return region, self.copy_out(tensor, region, beside)
+        return region, self.copy_out(tensor, region, overlap)
 
-    def copy_out(self, tensor: Tensor, region: HostRegion, beside: bool) -> Wait:
-        """Copy as `leave`, into an existing region of the size of the tensor's storage."""
+    def copy_out(self, tensor: Tensor, region: HostRegion, overlap: bool) -> Wait:
+        """Copy as `offload`, into an existing region of the size of the tensor's storage."""
         assert region.data is not None
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        return self._copy(source, region.data, beside)
+        return self._copy(source, region.data, overlap)
 
-    def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
+    def load_back(self, region: HostRegion, overlap: bool) -> tuple[Tensor, Wait]:
         """Copy a region into new device memory, [size] of uint8, which must not be read before the returned wait."""
         assert region.data is not None
         target = torch.empty(region.size, dtype=torch.uint8, device=self.device)
-        return target, self._copy(region.data, target, beside)
+        return target, self._copy(region.data, target, overlap)
 
     def finish(self) -> None:
         """Wait for all copies before the host reads the tier: a `Wait` of an accelerator blocks only its stream."""
@@ -156,13 +156,13 @@ class HostTier:
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
-    def _copy(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
+    def _copy(self, source: Tensor, target: Tensor, overlap: bool) -> Wait:
         if self.device.type != "cpu":
-            return self._copy_on_stream(source, target, beside)
+            return self._copy_on_stream(source, target, overlap)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
         under_way = self._thread.submit(self._carry_out, [source, target])
-        if not beside:
+        if not overlap:
             self._settle(under_way)
         return lambda: self._settle(under_way)
 
@@ -193,9 +193,9 @@ class HostTier:
                 f"a copy to or from the host tier ({self.options.place}) failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _copy_on_stream(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
+    def _copy_on_stream(self, source: Tensor, target: Tensor, overlap: bool) -> Wait:
         current = accelerator.current_stream(self.device)
-        if not beside:
+        if not overlap:
             target.copy_(source, non_blocking=True)
             return _nothing
         if self._stream is None:
@@ -214,7 +214,7 @@ def _nothing() -> None:
 # -- Offloads the tensors of one call of a stage to the host tier, every storage once.
 #
 # `torch.autograd.graph.saved_tensors_hooks` takes the tensors that autograd saves. They stay on the device until
-# `leave` has copied their storages and `settle` has freed them. `come_back` copies the storages back to the device;
+# `offload` has copied their storages and `settle` has freed them. `load_back` copies the storages back to the device;
 # reading a tensor waits for the copy.
 
 
@@ -269,8 +269,8 @@ class OffloadedCall:
         self._tier = tier
         # storages on the device, by address, which stays theirs while their tensors are alive; and storages in the
         # tier, by the order in which they left, so that device memory is requested in a fixed order
-        self._here: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
-        self._away: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        self._on_device: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        self._in_tier: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._order = itertools.count()
         self._regions: list[HostRegion] = []
         self._copies: list[Wait] = []
@@ -278,9 +278,9 @@ class OffloadedCall:
     def take(self, tensor: Tensor) -> OffloadedTensor:
         """Add a tensor to the call; its storage will be offloaded."""
         key = tensor.untyped_storage()._cdata
-        storage = self._here.get(key)
+        storage = self._on_device.get(key)
         if storage is None:
-            storage = self._here[key] = _Storage()
+            storage = self._on_device[key] = _Storage()
         return OffloadedTensor(storage, storage.add(tensor))
 
     def taking_what_is_saved(self, apart_from: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -295,31 +295,31 @@ class OffloadedCall:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def leave(self, beside: bool) -> None:
-        """Begin to copy all live storages to the tier; see `HostTier.leave`."""
-        for storage in list(self._here.values()):
+    def offload(self, overlap: bool) -> None:
+        """Begin to copy all live storages to the tier; see `HostTier.offload`."""
+        for storage in list(self._on_device.values()):
             tensor = next(iter(storage.tensors.values()))
             if storage.region is None and tensor.untyped_storage().nbytes():
-                storage.region, storage.wait = self._tier.leave(tensor, beside)
+                storage.region, storage.wait = self._tier.offload(tensor, overlap)
                 self._regions.append(storage.region)
                 self._copies.append(storage.wait)
 
     def settle(self) -> None:
-        """Wait for the copies of `leave`, and free the device memory."""
-        for key, storage in list(self._here.items()):
+        """Wait for the copies of `offload`, and free the device memory."""
+        for key, storage in list(self._on_device.items()):
             if storage.region is not None:
                 storage.arrive()
                 storage.tensors.clear()
-                self._away[next(self._order)] = storage
-                del self._here[key]
+                self._in_tier[next(self._order)] = storage
+                del self._on_device[key]
 
-    def come_back(self, beside: bool) -> None:
+    def load_back(self, overlap: bool) -> None:
         """Begin to copy back all live storages that are in the tier."""
         self.settle()
-        for storage in list(self._away.values()):
+        for storage in list(self._in_tier.values()):
             if storage.returned is None:
                 assert storage.region is not None
-                storage.returned, storage.wait = self._tier.come_back(storage.region, beside)
+                storage.returned, storage.wait = self._tier.load_back(storage.region, overlap)
                 self._copies.append(storage.wait)
 
     def end(self) -> None:
@@ -380,7 +380,7 @@ def entered(tensor: Tensor) -> tuple[Tensor, GradientBox]:
 # neighboring layers, so that the device holds the moments of at most two layers.
 
 
-def leaves(value: object) -> bool:
+def offloadable(value: object) -> bool:
     """True for optimizer state that is large enough to be offloaded to the host tier."""
     return isinstance(value, Tensor) and value.nbytes >= LEAST_MOMENT_BYTES
 
@@ -412,8 +412,8 @@ class HostMoments:
         }
         self._forms: dict[nn.Parameter, dict[str, _Form]] = {parameter: {} for parameter in sizes}
         self._others: dict[nn.Parameter, dict[str, Any]] = {parameter: {} for parameter in sizes}
-        self._leaving: list[tuple[Wait, Tensor]] = []
-        self._on_their_way: dict[nn.Parameter, tuple[dict[str, Tensor], list[Wait]]] = {}
+        self._offloading: list[tuple[Wait, Tensor]] = []
+        self._loading: dict[nn.Parameter, tuple[dict[str, Tensor], list[Wait]]] = {}
 
     def __contains__(self, parameter: object) -> bool:
         """True where the parameter's moments are offloaded."""
@@ -434,13 +434,13 @@ class HostMoments:
             moments[key] = form.on(data)
         return moments
 
-    def leave(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
+    def offload(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
         """Begin to copy the state of a parameter to the tier ({}: no state); `settle` ends this."""
         regions, forms = self._regions[parameter], self._forms[parameter]
         forms.clear()
-        self._others[parameter] = {key: value for key, value in moments.items() if not leaves(value)}
+        self._others[parameter] = {key: value for key, value in moments.items() if not offloadable(value)}
         for key, value in moments.items():
-            if not leaves(value):
+            if not offloadable(value):
                 continue
             if value.untyped_storage().nbytes() != value.nbytes:
                 value = value.clone()
@@ -450,25 +450,25 @@ class HostMoments:
                     self._tier.give_back(region)
                 region = regions[key] = self._tier.hold(value.nbytes)
             forms[key] = _Form(value.dtype, value.size(), value.stride())
-            self._leaving.append((self._tier.copy_out(value, region, beside=True), value))
+            self._offloading.append((self._tier.copy_out(value, region, overlap=True), value))
 
     def settle(self) -> None:
         """Wait until all copies to the tier have ended, and free their sources."""
-        while self._leaving:
-            wait, _ = self._leaving.pop(0)
+        while self._offloading:
+            wait, _ = self._offloading.pop(0)
             wait()
 
-    def call(self, parameters: Iterable[nn.Parameter]) -> None:
+    def load_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """Begin to copy the moments of these parameters back, for `take`."""
         for parameter in parameters:
             regions = self._regions[parameter]
-            copies = {key: self._tier.come_back(regions[key], beside=True) for key in self._forms[parameter]}
+            copies = {key: self._tier.load_back(regions[key], overlap=True) for key in self._forms[parameter]}
             tensors = {key: self._forms[parameter][key].on(data) for key, (data, _) in copies.items()}
-            self._on_their_way[parameter] = tensors, [wait for _, wait in copies.values()]
+            self._loading[parameter] = tensors, [wait for _, wait in copies.values()]
 
     def take(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """State of a parameter on the device, after `call`."""
-        tensors, waits = self._on_their_way.pop(parameter)
+        """State of a parameter on the device, after `load_back`."""
+        tensors, waits = self._loading.pop(parameter)
         for wait in waits:
             wait()
         return {**self._others[parameter], **tensors}

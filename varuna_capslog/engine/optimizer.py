@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.offload import HostMoments, HostTier, leaves
+from varuna_capslog.engine.offload import HostMoments, HostTier, offloadable
 from varuna_capslog.engine.recipe import AVERAGE, LossScale, Recipe, in_parts
 from varuna_capslog.engine.replicated import SharedUpdates
 
@@ -73,10 +73,10 @@ class StageOptimizer:
             elif parameters and recipe.rounds_moments:
                 self._in_turn.append(parameters)
         self._in_turn += waiting
-        self._away: HostMoments | None = None
+        self._hosted: HostMoments | None = None
         if waiting:
             assert tier is not None, "moments wait in a tier"
-            self._away = HostMoments(
+            self._hosted = HostMoments(
                 tier, {value: recipe.kept(value) for parameters in waiting for value in parameters}
             )
         on_cpu = all(layer.device.type == "cpu" for layer in layers)
@@ -107,13 +107,13 @@ class StageOptimizer:
             parameter.grad = None
         self._step_those_with_gradients(step, scale)
         for number, parameters in enumerate(self._in_turn):
-            self._bring_back(number)
+            self._load_back(number)
             for parameter in parameters:
                 parameter.grad = waiting.pop(parameter)
             self._step_those_with_gradients(step, scale)
             self._let_leave(parameters)
-        if self._away is not None:
-            self._away.settle()
+        if self._hosted is not None:
+            self._hosted.settle()
         if self._updates is not None:
             self._updates.hand_on()
         self._round()
@@ -141,30 +141,30 @@ class StageOptimizer:
                 group["lr"] = rate * group["lr_factor"]
         return rate
 
-    def _bring_back(self, number: int) -> None:
+    def _load_back(self, number: int) -> None:
         """Put one layer's moments on the device in their stepped type; begin to bring back the next layer's."""
         if number == 0:
-            self._call(0)
+            self._begin_to_load(0)
         for parameter in self._in_turn[number]:
-            waits = self._away is not None and parameter in self._away
-            kept = self._away.take(parameter) if waits and self._away is not None else self._kept(parameter)
+            waits = self._hosted is not None and parameter in self._hosted
+            kept = self._hosted.take(parameter) if waits and self._hosted is not None else self._kept(parameter)
             self._places[parameter] = kept
             self._keep(parameter, self._recipe.widened(parameter, kept))
         # the moments of the layer before must be freed before those of the next layer come
-        if self._away is not None:
-            self._away.settle()
-        self._call(number + 1)
+        if self._hosted is not None:
+            self._hosted.settle()
+        self._begin_to_load(number + 1)
 
-    def _call(self, number: int) -> None:
-        if self._away is not None:
+    def _begin_to_load(self, number: int) -> None:
+        if self._hosted is not None:
             for parameters in self._in_turn[number : number + 1]:
-                self._away.call([parameter for parameter in parameters if parameter in self._away])
+                self._hosted.load_back([parameter for parameter in parameters if parameter in self._hosted])
 
     def _let_leave(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             kept = self._recipe.rounded(parameter, self._kept(parameter), self._places.pop(parameter))
-            if self._away is not None and parameter in self._away:
-                self._away.leave(parameter, kept)
+            if self._hosted is not None and parameter in self._hosted:
+                self._hosted.offload(parameter, kept)
                 kept = {}
             self._keep(parameter, kept)
 
@@ -193,9 +193,9 @@ class StageOptimizer:
     @property
     def _steps_in_one_call(self) -> bool:
         """True where the step is one call of torch's fused AdamW."""
-        beside = self._recipe.ema is not None or self._updates is not None or self._in_turn
+        extra_steps = self._recipe.ema is not None or self._updates is not None or self._in_turn
         trained = [self.values[address] for address, parameter in self.parameters.items() if parameter.grad is not None]
-        return self._is_plain and not beside and self._have_moments(trained)
+        return self._is_plain and not extra_steps and self._have_moments(trained)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -221,11 +221,11 @@ class StageOptimizer:
     def _exchange(self) -> None:
         with torch.no_grad():
             held = list(self._averages.items())
-            if self._away is not None and self._recipe.ema is not None:
+            if self._hosted is not None and self._recipe.ema is not None:
                 waiting = (
-                    parameter for parameters in self._in_turn for parameter in parameters if parameter in self._away
+                    parameter for parameters in self._in_turn for parameter in parameters if parameter in self._hosted
                 )
-                moments = ((parameter, self._away.live(parameter)) for parameter in waiting)
+                moments = ((parameter, self._hosted.live(parameter)) for parameter in waiting)
                 held += [(parameter, kept[AVERAGE]) for parameter, kept in moments if AVERAGE in kept]
             for parameter, average in held:
                 value = parameter.detach().clone()
@@ -248,16 +248,16 @@ class StageOptimizer:
         parameter = self.values.get(address)
         if parameter is None:
             return {}
-        if self._away is not None and parameter in self._away:
-            return self._away.live(parameter)
+        if self._hosted is not None and parameter in self._hosted:
+            return self._hosted.live(parameter)
         return self._kept(parameter)
 
     def resident(self) -> list[Tensor]:
         """Optimizer state on the device between the updates."""
         tensors: list[Tensor] = []
-        away = self._away
+        hosted = self._hosted
         for parameter in self.values.values():
-            kept = self._kept(parameter) if away is None or parameter not in away else away.staying(parameter)
+            kept = self._kept(parameter) if hosted is None or parameter not in hosted else hosted.staying(parameter)
             tensors += [value for value in kept.values() if isinstance(value, Tensor)]
         return tensors
 
@@ -283,12 +283,12 @@ class StageOptimizer:
         parameter = self.values.get(address)
         if parameter is None or address in self._elsewhere:
             return
-        waits = self._away is not None and parameter in self._away
+        waits = self._hosted is not None and parameter in self._hosted
         taken = dict(moments)
         if copy and moments:
             self._recipe.check_kept(address, parameter, moments)
         for name, value in moments.items():
-            if not isinstance(value, Tensor) or (waits and leaves(value)):  # offloaded tensors are copied anyway
+            if not isinstance(value, Tensor) or (waits and offloadable(value)):  # offloaded tensors are copied anyway
                 continue
             # torch's optimizers keep their step counts on the CPU
             place = value.device if name == "step" else parameter.device
@@ -296,9 +296,9 @@ class StageOptimizer:
         if not waits:
             self._keep(parameter, taken)
             return
-        assert self._away is not None
-        self._away.leave(parameter, taken)
-        self._away.settle()
+        assert self._hosted is not None
+        self._hosted.offload(parameter, taken)
+        self._hosted.settle()
 
 
 def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) -> None:

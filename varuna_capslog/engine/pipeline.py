@@ -29,7 +29,7 @@ from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.pair_groups import opener_of
 from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.replicated import GradientBook, SharedUpdates, check_shared_updates
-from varuna_capslog.engine.stage import LateSpecs, LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, LateSpecs, LossFunction, Stage
 from varuna_capslog.engine.step import Poll, check_minibatch
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
@@ -193,11 +193,11 @@ class PipelineEngine:
         scale = 1.0 if loss_scale is None else loss_scale.scale
 
         @functools.cache
-        def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
+        def context(microbatches: tuple[int, ...]) -> CallContext:
             inputs = joined_inputs([minibatch.inputs[microbatch] for microbatch in microbatches], microbatches)
             targets = [minibatch.targets[microbatch] for microbatch in microbatches]
             specs, reach = self._specs_of(inputs)
-            return MicrobatchContext(
+            return CallContext(
                 microbatches, specs, reach, targets, minibatch.normalisers, (self.options.seed, step), scale
             )
 
@@ -224,9 +224,9 @@ class PipelineEngine:
         large = [number for number, grain in enumerate(self._graph.grains) if grain > 1]
         if not large:
             return None
-        most = self._graph.calls[max(large, key=self._graph.grains.__getitem__)][0]
-        specs = contexts(most[:1]).specs, contexts(most).specs
-        samples = stage_dimensions(self.chain, self.layout, specs, len(most))
+        microbatches = self._graph.calls[max(large, key=self._graph.grains.__getitem__)][0]
+        specs = contexts(microbatches[:1]).specs, contexts(microbatches).specs
+        samples = stage_dimensions(self.chain, self.layout, specs, len(microbatches))
         for stage in self.stages.values():
             stage.samples = samples
         return Joining(samples)
@@ -378,7 +378,7 @@ class PipelineEngine:
             executor = self._evaluators[counts] = self._executor_of(lowered)
         contexts = [self._contexts(minibatch, 0) for minibatch in minibatches]
 
-        def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
+        def context(microbatches: tuple[int, ...]) -> CallContext:
             microbatch, way = turns[microbatches[0]]
             return dataclasses.replace(contexts[way]((microbatch,)), microbatches=microbatches)
 
@@ -386,7 +386,7 @@ class PipelineEngine:
             microbatch, way = turns[index]
             return load(way, microbatch)
 
-        def taken(context: MicrobatchContext, outputs: dict[str, Tensor]) -> None:
+        def taken(context: CallContext, outputs: dict[str, Tensor]) -> None:
             microbatch, way = turns[context.index]
             take(way, microbatch, outputs)
 

@@ -129,7 +129,7 @@ class StageMeter:
     @contextlib.contextmanager
     def saving(
         self,
-        own: Collection[int],
+        resident: Collection[int],
         kept: Callable[[], Iterable[Tensor] | None],
         entries: Callable[[], Iterable[Tensor]] = tuple,
         in_loss: Callable[[], bool] = bool,
@@ -137,7 +137,7 @@ class StageMeter:
         """Context around one forward, or one recomputation, that measures the bytes that it saves.
 
         Args:
-            own: storages (`storages_of`) that were resident before and do not count as saved.
+            resident: storages (`storages_of`) that existed before and do not count as saved.
             kept: called at the end; returns the tensors kept for the backward besides those that autograd saved, or
                 None where this forward keeps nothing.
             entries: called then; returns the graphs' leaves. in_loss: returns True while autograd saves for the loss.
@@ -157,7 +157,7 @@ class StageMeter:
             return {key: size for key, (storage, size) in storages.items() if not storage.expired()}
 
         def size(storages: dict[int, int]) -> int:
-            return sum(size for key, size in storages.items() if key not in own)
+            return sum(size for key, size in storages.items() if key not in resident)
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -384,7 +384,7 @@ class Recipe:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{name} cannot step tensors without memory ({_told(error)}), from which is known what it keeps; name "
+                f"{name} cannot step tensors without memory ({_text(error)}), from which is known what it keeps; name "
                 "an optimizer that computes with torch's operators"
             ) from error
         state = dict(built.state[stepped])
@@ -457,7 +457,7 @@ class Recipe:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"{name} failed in a step of small parameters ({_told(error)}); name another") from error
+            raise ConfigError(f"{name} failed in a step of small parameters ({_text(error)}); name another") from error
         if [tensor for name in ("first", "second") for tensor in self._tried((name,))] != both:
             raise ConfigError(
                 f"{name} steps a parameter otherwise beside another one than alone, so that the cuts would change the "
@@ -511,7 +511,7 @@ def _joined(parts: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, A
     return joined
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -110,7 +110,7 @@ class Slices:
         for number, parameter in enumerate(self._parameters.values()):
             begin, end = end, end + parameter.numel()
             low, high = (min(max(at - place * self._width, 0), self._width) for at in (begin, end))
-            parts = [row[low:high] for row, there in zip(rows, flags, strict=True) if there[number]]
+            parts = [row[low:high] for row, has_gradient in zip(rows, flags, strict=True) if has_gradient[number]]
             for position, part in enumerate(parts):
                 total[low:high] = part if position == 0 else total[low:high] + part
         return total, present
@@ -143,9 +143,9 @@ def _dense(parameter: nn.Parameter) -> tuple[int, ...]:
 
 # -- Sums the gradients of each layer over the whole minibatch, in one fixed order of additions.
 #
-# Each block sums its microbatches in order, then the blocks are added in index order, then the uses of a shared
-# parameter in layer order. Neither cuts nor the number of replicas may change an addition, so there is no ring
-# all-reduce: each rank with a layer gets all blocks of one slice, adds them in order, and sends the sum to the others.
+# Order of all sums: each block sums its microbatches in order, then the blocks are added in index order, then the uses
+# of a shared parameter in layer order. Neither cuts nor the number of replicas may change an addition, so there is no
+# ring all-reduce: each rank with a layer gets all blocks of one slice, adds them in order, and sends the sum on.
 
 
 _BLOCK_TAG = 1 << 28
@@ -329,16 +329,16 @@ def _pack(gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter
         for name, parameter in parameters.items()
     ]
     first = next(iter(parameters.values()))
-    there = [float(name in gradients) for name in parameters]
-    present = torch.tensor(there, dtype=gradient_type(first), device=first.device)
+    has_gradient = [float(name in gradients) for name in parameters]
+    present = torch.tensor(has_gradient, dtype=gradient_type(first), device=first.device)
     return torch.cat([*flat, present])
 
 
 def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     present = flat[flat.numel() - len(parameters) :].tolist()
     gradients, at = {}, 0
-    for (name, parameter), there in zip(parameters.items(), present, strict=True):
-        if there:
+    for (name, parameter), has_gradient in zip(parameters.items(), present, strict=True):
+        if has_gradient:
             gradients[name] = flat[at : at + parameter.numel()].reshape(parameter.shape)
         at += parameter.numel()
     return gradients

@@ -25,7 +25,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.workload import known_targets
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of, with_loss
 
-__all__ = ["LossFunction", "MicrobatchContext", "SegmentState", "Stage"]
+__all__ = ["CallContext", "LossFunction", "SegmentState", "Stage"]
 
 
 # -- Segments: consecutive layers of a stage, for which the same is kept from the forward to the backward.
@@ -36,7 +36,7 @@ __all__ = ["LossFunction", "MicrobatchContext", "SegmentState", "Stage"]
 
 
 @dataclass(frozen=True)
-class MicrobatchContext:
+class CallContext:
     """Data and settings of the microbatches of one call of a stage; most calls have one microbatch.
 
     Attributes:
@@ -81,7 +81,7 @@ class LateSpecs(Mapping[Value, TensorSpec]):
         return self._traced
 
     @property
-    def untold(self) -> bool:
+    def untraced(self) -> bool:
         """True until the chain is traced."""
         return self._traced is None
 
@@ -95,8 +95,8 @@ class LateSpecs(Mapping[Value, TensorSpec]):
         return len(self.settle())
 
 
-def _untold(specs: Mapping[Value, TensorSpec]) -> bool:
-    return isinstance(specs, LateSpecs) and specs.untold
+def _untraced(specs: Mapping[Value, TensorSpec]) -> bool:
+    return isinstance(specs, LateSpecs) and specs.untraced
 
 
 @dataclass
@@ -110,7 +110,7 @@ class SegmentState:
 class _Work(NamedTuple):
     """Values that one layer of a segment reads and writes.
 
-    writes: by name. handed_on: values that only the next layer reads. beside: all other values that are alive after
+    writes: by name. handed_on: values that only the next layer reads. alive: all other values that are alive after
     the layer. dead: values that no later layer needs.
     """
 
@@ -118,7 +118,7 @@ class _Work(NamedTuple):
     reads: tuple[Value, ...]
     writes: Mapping[str, Value]
     handed_on: tuple[Value, ...]
-    beside: tuple[Value, ...]
+    alive: tuple[Value, ...]
     dead: tuple[Value, ...]
 
 
@@ -143,7 +143,7 @@ class StageSegment:
         self.recomputes, self.offloads = piece.recomputes, piece.offloads
         self.enters = tuple(enters)
         self.layers = list(layers)
-        self._parted = {layer.index: PartedForward(layer, piece.parts) for layer in layers if piece.parts}
+        self._parted_forwards = {layer.index: PartedForward(layer, piece.parts) for layer in layers if piece.parts}
         written = [chain.written(layer.index) for layer in layers]
         available = {*enters, *(value for values in written for value in values)}
         self._outputs = tuple(value for value in sorted(alive[-1]) if value in available)
@@ -164,7 +164,7 @@ class StageSegment:
                 )
             )
 
-    def wants_backward(self, context: MicrobatchContext) -> bool:
+    def wants_backward(self, context: CallContext) -> bool:
         """False where its outputs carry no gradient (frozen layers only), so that nothing is kept."""
         return self.ends_in_loss or any(context.specs[value].requires_grad for value in self._outputs)
 
@@ -178,7 +178,7 @@ class StageSegment:
 
     def run(
         self,
-        context: MicrobatchContext,
+        context: CallContext,
         values: dict[Value, Tensor],
         state: SegmentState,
         graph: bool,
@@ -208,7 +208,7 @@ class StageSegment:
                     wants = {value.name: specs[value].requires_grad for value in read}
                     reads = {name: tensor.detach().requires_grad_(wants[name]) for name, tensor in reads.items()}
                 if call is None:
-                    instead = self._parted.get(layer.index) if graph else None
+                    instead = self._parted_forwards.get(layer.index) if graph else None
                     outputs = layer.forward(reads, context.index, seeds, graph, record, instead)
                 else:
                     with _taken(call, layer):
@@ -237,16 +237,16 @@ class StageSegment:
             self._decided = specs, {}
         decided = self._decided[1]
         if place not in decided:
-            beside = self._works[place].beside
-            carries = _untold(specs) and any(value in written and written[value].requires_grad for value in beside)
-            decided[place] = carries or any(specs[value].requires_grad for value in beside)
+            alive = self._works[place].alive
+            carries = _untraced(specs) and any(value in written and written[value].requires_grad for value in alive)
+            decided[place] = carries or any(specs[value].requires_grad for value in alive)
         return decided[place]
 
     def _enter(
         self,
         graph: LayerGraph,
         read: Sequence[Value],
-        context: MicrobatchContext,
+        context: CallContext,
         live: dict[Value, Tensor],
         call: OffloadedCall | None,
     ) -> Mapping[str, Tensor]:
@@ -315,14 +315,14 @@ class _Held:
     """State kept of one microbatch between its actions.
 
     states: of each segment. call: storages that are offloaded to the host tier; None: no tensor is.
-    outputs, loss: of the chain, once computed with a graph. rests: weight halves that are not run yet.
+    outputs, loss: of the chain, once computed with a graph. weight_halves: those that are not run yet.
     """
 
     states: list[SegmentState]
     call: OffloadedCall | None = None
     outputs: dict[str, Tensor] | None = None
     loss: Tensor | None = None
-    rests: list[WeightHalf] = field(default_factory=list)
+    weight_halves: list[WeightHalf] = field(default_factory=list)
 
 
 class Stage:
@@ -366,16 +366,13 @@ class Stage:
         self.samples: Mapping[Value, int | None] = {}
         self.parts: dict[int, dict[str, Tensor]] = {}
         self.refusals: dict[int, str] = {}
-        # hooks, called once per step: a sharded module gathers parameters in the first, reduces gradients in the second
-        self.before_step: list[Callable[[], None]] = []
-        self.after_step: list[Callable[[], None]] = []
 
-    def wants_backward(self, context: MicrobatchContext) -> bool:
+    def wants_backward(self, context: CallContext) -> bool:
         """False where the outputs get no gradient (frozen layers only, or no path to the loss): R and B do nothing."""
         return self.ends_in_loss or not self._behind.isdisjoint(context.reach.pairs)
 
     def forward(
-        self, context: MicrobatchContext, values: dict[Value, Tensor], whole: bool, later: bool = False
+        self, context: CallContext, values: dict[Value, Tensor], whole: bool, later: bool = False
     ) -> dict[Value, Tensor]:
         """F: run the stage's forward.
 
@@ -389,47 +386,47 @@ class Stage:
         if self._tier is not None and not whole:
             held.call = OffloadedCall(self._tier)
         for segment, state in zip(self.segments, held.states, strict=True):
-            wanted = segment.wants_backward(context)
-            again = segment.recomputes and not (whole and segment is self.segments[-1])
-            if wanted and again:
+            has_backward = segment.wants_backward(context)
+            recomputes = segment.recomputes and not (whole and segment is self.segments[-1])
+            if has_backward and recomputes:
                 segment.keep_inputs(state, values, held.call)
-                _leave_at_once(held, later)
+                _offload_at_once(held, later)
                 if segment.ends_in_loss and not any(layer.statistics for layer in segment.layers):
                     sent = {value: values[value] for value in self.ports.leaves if value in values}
                     if len(sent) == len(self.ports.leaves):
                         values.clear()
                         return sent  # nobody reads the outputs of this segment before they are recomputed
-            call = held.call if segment.offloads and not again else None
-            values = segment.run(context, values, state, wanted and not again, record=True, call=call)
-            _leave_at_once(held, later)
+            call = held.call if segment.offloads and not recomputes else None
+            values = segment.run(context, values, state, has_backward and not recomputes, record=True, call=call)
+            _offload_at_once(held, later)
         if self.segments[-1].ends_in_loss and held.states[-1].inputs is None:
             self._evaluate_loss(context, values, held)
         return {value: values[value] for value in self.ports.leaves}
 
-    def offload(self, context: MicrobatchContext) -> Callable[[], None]:
+    def offload(self, context: CallContext) -> Callable[[], None]:
         """O: begin to offload the microbatch's tensors to the host tier; return a function that waits for the end."""
         call = self._held[context.index].call
         if call is None:
             return _nothing
-        call.leave(beside=True)
+        call.offload(overlap=True)
         return call.settle
 
-    def load(self, context: MicrobatchContext) -> None:
+    def load(self, context: CallContext) -> None:
         """L: begin to copy the offloaded tensors back. Reading a tensor waits for its copy."""
         call = self._held[context.index].call
         if call is not None:
-            call.come_back(beside=True)
+            call.load_back(overlap=True)
 
-    def recompute(self, context: MicrobatchContext) -> None:
+    def recompute(self, context: CallContext) -> None:
         """R: recompute the last segment of which inputs were kept, with the same random numbers; keep its graph."""
         held = self._held[context.index]
-        _bring_back(held)
+        _load_back(held)
         for place in reversed(range(len(self.segments))):
             if held.states[place].inputs is not None:
                 self._run_again(context, held, place)
                 return
 
-    def _run_again(self, context: MicrobatchContext, held: _Held, place: int) -> None:
+    def _run_again(self, context: CallContext, held: _Held, place: int) -> None:
         segment, state = self.segments[place], held.states[place]
         assert state.inputs is not None
         values = {
@@ -440,9 +437,9 @@ class Stage:
         if segment.ends_in_loss:
             self._evaluate_loss(context, values, held)
 
-    def _evaluate_loss(self, context: MicrobatchContext, live: Mapping[Value, Tensor], held: _Held) -> None:
+    def _evaluate_loss(self, context: CallContext, live: Mapping[Value, Tensor], held: _Held) -> None:
         leaves, specs = {}, context.specs
-        carried = {value for graph in held.states[-1].graphs for value in graph.edges} if _untold(specs) else ()
+        carried = {value for graph in held.states[-1].graphs for value in graph.edges} if _untraced(specs) else ()
         for value in self._outputs:
             leaf, wants = live[value].detach(), value in carried or specs[value].requires_grad
             leaves[value.name] = leaf.requires_grad_() if wants else leaf
@@ -452,7 +449,7 @@ class Stage:
             total = part if total is None else total + part
         held.outputs, held.loss = leaves, total
 
-    def _samples(self, outputs: dict[str, Tensor], place: int, context: MicrobatchContext) -> dict[str, Tensor]:
+    def _samples(self, outputs: dict[str, Tensor], place: int, context: CallContext) -> dict[str, Tensor]:
         """Part of the outputs that belongs to the call's microbatch number `place`."""
         if len(context.microbatches) == 1:
             return outputs
@@ -462,7 +459,7 @@ class Stage:
                 for value in self._outputs
             }
 
-    def _loss_of(self, microbatch: int, outputs: dict[str, Tensor], targets: Any, context: MicrobatchContext) -> Tensor:
+    def _loss_of(self, microbatch: int, outputs: dict[str, Tensor], targets: Any, context: CallContext) -> Tensor:
         assert self._loss is not None
         try:
             self.in_loss = True
@@ -480,7 +477,7 @@ class Stage:
         return parts["loss"]
 
     def backward(
-        self, context: MicrobatchContext, gradients: dict[GradientKey, Tensor], inputs_only: bool = False
+        self, context: CallContext, gradients: dict[GradientKey, Tensor], inputs_only: bool = False
     ) -> dict[GradientKey, Tensor]:
         """B: differentiate the stage.
 
@@ -495,7 +492,7 @@ class Stage:
             del self._held[context.index]
         if not self.wants_backward(context):
             return {}  # the stage's inputs get no gradient from here either
-        _bring_back(held)
+        _load_back(held)
         sums = Gradients(gradients, self.ports.apart)
         for place in reversed(range(len(self.segments))):
             if held.states[place].inputs is not None:
@@ -504,7 +501,7 @@ class Stage:
                 self._differentiate_loss(held, sums, context.loss_scale)
             graphs = held.states[place].graphs
             while graphs and inputs_only:
-                held.rests.append(graphs.pop().backward_inputs(sums))
+                held.weight_halves.append(graphs.pop().backward_inputs(sums))
             while graphs:
                 graphs.pop().backward(sums)
         if held.call is not None and not inputs_only:
@@ -523,11 +520,11 @@ class Stage:
                 gradients.add(value, self.end, gradient)
         held.loss = held.outputs = None
 
-    def backward_weights(self, context: MicrobatchContext) -> None:
+    def backward_weights(self, context: CallContext) -> None:
         """W: compute the gradients of the parameters, after an I."""
         held = self._held.pop(context.index)
-        while held.rests:
-            held.rests.pop(0).run()
+        while held.weight_halves:
+            held.weight_halves.pop(0).run()
         if held.call is not None:
             held.call.end()
 
@@ -538,9 +535,9 @@ class Stage:
         more = (*inputs, *(held.outputs or {}).values())
         return [*self.entries(microbatch), *(tensor for tensor in more if isinstance(tensor, Tensor))]
 
-    def rests(self, microbatch: int) -> list[WeightHalf]:
+    def weight_halves(self, microbatch: int) -> list[WeightHalf]:
         """Weight halves of the microbatch's backward after an I, the last graph's first (for profiling)."""
-        return self._held[microbatch].rests
+        return self._held[microbatch].weight_halves
 
     def entries(self, microbatch: int) -> list[Tensor]:
         """Leaves of the kept graphs, a part of `kept`; offloaded graphs have none."""
@@ -552,7 +549,7 @@ class Stage:
         return [tensor for layer in self.layers for tensor in layer.statistics.of(microbatch)]
 
     def evaluate(
-        self, context: MicrobatchContext, values: dict[Value, Tensor]
+        self, context: CallContext, values: dict[Value, Tensor]
     ) -> tuple[dict[Value, Tensor], dict[str, Tensor] | None]:
         """Run the stage and keep nothing; the caller has set evaluation mode. Returns the values that leave the stage
         and, on the last stage, the chain's outputs by name.
@@ -574,16 +571,16 @@ class Stage:
             layer.reset()
 
 
-def _leave_at_once(held: _Held, later: bool) -> None:
+def _offload_at_once(held: _Held, later: bool) -> None:
     if held.call is not None and not later:
-        held.call.leave(beside=False)
+        held.call.offload(overlap=False)
         held.call.settle()
 
 
-def _bring_back(held: _Held) -> None:
+def _load_back(held: _Held) -> None:
     """Copy back offloaded tensors for which there was no L, as a part of the action that reads them."""
     if held.call is not None:
-        held.call.come_back(beside=False)
+        held.call.load_back(overlap=False)
 
 
 def _nothing() -> None:

@@ -87,9 +87,9 @@ class SegmentedChain:
 
     def _run_part(self, part: _Span, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         modules = [layer.module for layer in self._chain.layers[part.piece.first : part.piece.end]]
-        away: AbstractContextManager[Any] = contextlib.nullcontext()
+        offload: AbstractContextManager[Any] = contextlib.nullcontext()
         if part.piece.offloads:
-            away = _to_host([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())])
+            offload = _to_host([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())])
 
         def layers(*entering: Tensor) -> tuple[Tensor, ...]:
             values = dict(zip(part.reads, entering, strict=True))
@@ -100,11 +100,11 @@ class SegmentedChain:
                 values = {name: tensor for name, tensor in values.items() if name in alive}
             return tuple(values[name] for name in part.writes)
 
-        with away:
+        with offload:
             if not part.piece.recomputes:
                 return layers(*_taken(tensors))
-            again = _Again(modules) if self._python else None
-            contexts = lambda: (contextlib.nullcontext(), _uncounted(modules, again))  # noqa: E731
+            recomputation = _RecomputationState(modules) if self._python else None
+            contexts = lambda: (contextlib.nullcontext(), _uncounted(modules, recomputation))  # noqa: E731
             outputs: tuple[Tensor, ...] = checkpoint(layers, *_taken(tensors), use_reentrant=False, context_fn=contexts)
             return outputs
 
@@ -117,7 +117,7 @@ def _taken(tensors: list[Tensor]) -> Iterator[Tensor]:
         yield taken.pop(0)
 
 
-class _Again:
+class _RecomputationState:
     """State of random generators before the first run of the modules' Python code, for its recomputation."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -140,7 +140,7 @@ class _Again:
 
 
 @contextlib.contextmanager
-def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[None]:
+def _uncounted(modules: Sequence[nn.Module], recomputation: _RecomputationState | None) -> Iterator[None]:
     """Context in which batch norms update copies of their running statistics, which are dropped at the end."""
     norms = [
         part
@@ -154,14 +154,14 @@ def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[N
             {name: None if buffer is None else buffer.clone() for name, buffer in part._buffers.items()}
         )
     try:
-        with again.open() if again is not None else contextlib.nullcontext():
+        with recomputation.open() if recomputation is not None else contextlib.nullcontext():
             yield
     finally:
         for part, buffers in zip(norms, kept, strict=True):
             part._buffers.update(buffers)
 
 
-class _Away:
+class _OffloadedStorage:
     """Offloaded storage."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -189,19 +189,19 @@ def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
     Copies run on the device's current stream, to and from host memory that is pinned where possible.
     """
     stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
-    stored: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}
+    stored: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], _OffloadedStorage]] = {}
 
-    def pack(tensor: Tensor) -> Tensor | tuple[_Away, _Form]:
+    def pack(tensor: Tensor) -> Tensor | tuple[_OffloadedStorage, _Form]:
         storage = tensor.untyped_storage()
         if storage._cdata in stays or not storage.nbytes():
             return tensor
         key = storage._cdata, tensor._version
         held = stored.get(key)
         if held is None or held[0]() is None:  # a new storage may have a freed one's address, and a tensor new contents
-            held = stored[key] = weakref.ref(storage), _Away(storage)
+            held = stored[key] = weakref.ref(storage), _OffloadedStorage(storage)
         return held[1], (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(packed: Tensor | tuple[_Away, _Form]) -> Tensor:
+    def unpack(packed: Tensor | tuple[_OffloadedStorage, _Form]) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed[0].get(packed[1])
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -320,7 +320,7 @@ class StepSearch:
             return best
         least, intervals = self._least()
         if least <= budget:
-            return self._fit(intervals, budget, self._again(intervals))
+            return self._fit(intervals, budget, self._recompute_seconds(intervals))
         raise DoesNotFit(
             f"a budget of {format_bytes(budget)} is too small to train {self._profile.model}: parameters, gradients, "
             f"{self.loop.moments} moments and buffers alone take {format_bytes(self.static_bytes)}, and the smallest "
@@ -332,7 +332,7 @@ class StepSearch:
         the estimate's error for the last choice, between the bounds that earlier rehearsals showed.
         """
         low, high = 0.0, float(stage_bytes(self._ranges, 0, self._end, (), 1))
-        usable, best = float(budget + self._off(())), None
+        usable, best = float(budget + self._excess(())), None
         rehearsed: set[tuple[MemoryInterval, ...]] = set()
         for _ in range(4 * _ROUNDS):
             if not low < usable < high:
@@ -341,12 +341,12 @@ class StepSearch:
             if choice is None:
                 low = usable
                 continue
-            again = choice.seconds - self._keeping_seconds
+            recompute_seconds = choice.seconds - self._keeping_seconds
             fits = self.peak_bytes(choice.intervals) <= budget
-            if fits and (best is None or again < best.again_seconds):
-                best = self._fit(choice.intervals, budget, again)
+            if fits and (best is None or recompute_seconds < best.again_seconds):
+                best = self._fit(choice.intervals, budget, recompute_seconds)
             low, high = (usable, high) if fits else (low, min(usable, choice.bytes))
-            usable = budget + self._off(choice.intervals)
+            usable = budget + self._excess(choice.intervals)
             rehearsed.add(choice.intervals)
             if len(rehearsed) == _ROUNDS or high - low < 1e-3 * high:
                 break
@@ -365,18 +365,18 @@ class StepSearch:
                 candidates.append((self.peak_bytes(choice.intervals), choice.intervals))
         return min([*candidates, (self.peak_bytes(()), ())], key=lambda candidate: candidate[0])
 
-    def _again(self, intervals: Sequence[MemoryInterval]) -> float:
+    def _recompute_seconds(self, intervals: Sequence[MemoryInterval]) -> float:
         forward = self._profile.column("forward_seconds")
         return sum(sum(forward[interval.first : interval.end]) for interval in intervals if interval.recomputes)
 
-    def _off(self, intervals: tuple[MemoryInterval, ...]) -> int:
+    def _excess(self, intervals: tuple[MemoryInterval, ...]) -> int:
         """Return the bytes by which the estimate of a choice exceeds its rehearsal."""
         return stage_bytes(self._ranges, 0, self._end, intervals, 1) - self.peak_bytes(intervals)
 
-    def _fit(self, intervals: tuple[MemoryInterval, ...], budget: int, again: float) -> Fit:
+    def _fit(self, intervals: tuple[MemoryInterval, ...], budget: int, recompute_seconds: float) -> Fit:
         names = tuple(layer.name for layer in self._profile.layers[: self._end])
         peak = self.peak_bytes(intervals)
-        return Fit(names, intervals, budget, peak, self.static_bytes, self._keeping_seconds, again)
+        return Fit(names, intervals, budget, peak, self.static_bytes, self._keeping_seconds, recompute_seconds)
 
     def peak_bytes(self, intervals: tuple[MemoryInterval, ...]) -> int:
         """Return the rehearsed peak of a step with these intervals, as the device's allocator would count it, without

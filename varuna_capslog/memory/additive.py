@@ -48,7 +48,7 @@ class AdditiveCosts(StageCosts):
                 "the M_i and M_a sum to more than 1 EiB, beyond what a search can add up; check their unit, bytes"
             )
         running = list(accumulate((part or 0 for part in added[1:]), initial=0))
-        return cls([alone - before for alone, before in zip(isolated, running, strict=True)], running)
+        return cls([size - before for size, before in zip(isolated, running, strict=True)], running)
 
     @property
     def num_layers(self) -> int:
@@ -70,9 +70,9 @@ def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts | RangeCosts:
     if not lasting(profile.observations).any():
         return AdditiveCosts.of_statistics(isolated, added)
     single, pair = map(lasting, observed(profile, "additive", "recompute"))
-    alone = [size - kept for size, kept in zip(isolated, single, strict=True)]
+    short_lived = [size - kept for size, kept in zip(isolated, single, strict=True)]
     more = [size - rise for size, rise in zip(added[1:], (pair - single[:-1]).tolist(), strict=True)]
-    return raised(AdditiveCosts.of_statistics(alone, [None, *more]), lasting_of_ranges(single, pair))
+    return raised(AdditiveCosts.of_statistics(short_lived, [None, *more]), lasting_of_ranges(single, pair))
 
 
 def gap(model: str, run: RunShape) -> str | None:

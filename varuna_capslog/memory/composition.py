@@ -106,8 +106,8 @@ def observed(
             parted[row.layers] = row
         elif usable and row.parts is None and row.layers[1] - row.layers[0] <= 2:
             groups.setdefault(row.condition, {}).setdefault(row.layers, row)
-    lacks = {condition: _lack(rows, wanted) for condition, rows in groups.items()}
-    complete = [[groups[condition][run] for run in wanted] for condition, lack in lacks.items() if lack is None]
+    needs = {condition: _need(rows, wanted) for condition, rows in groups.items()}
+    complete = [[groups[condition][run] for run in wanted] for condition, need in needs.items() if need is None]
     if not complete and grain > 1:
         raise CapslogError(
             f"a stage of grain {grain} takes {profile.samples(grain)} samples in one call, and the profile has no runs "
@@ -115,8 +115,8 @@ def observed(
             f"profile.source=estimated and profile.grains=[{grain}]"
         )
     if not complete:
-        lack = next(iter(lacks.values()), None) or "observations, the runs of every layer and of every pair of layers"
-        raise lacking(model, lack)
+        need = next(iter(needs.values()), None) or "observations, the runs of every layer and of every pair of layers"
+        raise lacking(model, need)
     rows = min(complete, key=lambda rows: rows[0].memory_action != memory_action)
     rows = [parted.get(row.layers, row) for row in rows]
     return rows[:size], rows[size:]
@@ -128,15 +128,15 @@ def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
     return RangeCosts(only_ranges(parts.static + parts.transient))
 
 
-def lacking(model: str, lack: str) -> CapslogError:
-    """Return the error for a profile without `lack`, which memory model `model` needs."""
+def lacking(model: str, need: str) -> CapslogError:
+    """Return the error for a profile without `need`, which memory model `model` needs."""
     return CapslogError(
-        f"memory model '{model}' needs {lack}, which the profile lacks; profile again with `capslog profile`, or use "
+        f"memory model '{model}' needs {need}, which the profile lacks; profile again with `capslog profile`, or use "
         "memory model 'additive'"
     )
 
 
-def _lack(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, int]]) -> str | None:
+def _need(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, int]]) -> str | None:
     for run in wanted:
         if run not in rows:
             return f"an observation of layers {list(run)}"
@@ -152,9 +152,9 @@ def _columns(rows: Sequence[Observation]) -> tuple[Bytes, Bytes, Bytes]:
     return peak, static, saved
 
 
-def _sums(alone: Bytes, increments: Bytes) -> Bytes:
-    """Return [L, L + 1]: entry [l, m] is alone[l] plus the increments of layers l+1 .. m-1; 0 where m <= l."""
+def _sums(single: Bytes, increments: Bytes) -> Bytes:
+    """Return [L, L + 1]: entry [l, m] is single[l] plus the increments of layers l+1 .. m-1; 0 where m <= l."""
     running = np.append(0, np.cumsum(increments))
-    sums = np.zeros((len(alone), len(alone) + 1), dtype=np.int64)
-    sums[:, 1:] = (alone - running)[:, None] + running
+    sums = np.zeros((len(single), len(single) + 1), dtype=np.int64)
+    sums[:, 1:] = (single - running)[:, None] + running
     return only_ranges(sums, 0)

@@ -68,29 +68,29 @@ def only_ranges(matrix: Bytes, nothing: int = NEVER) -> Bytes:
 
 @dataclass(frozen=True)
 class RangeCosts(StageCosts):
-    """Peak bytes of every range of layers, equal at all places. alone: [L, L + 1], NEVER where end <= first."""
+    """Peak bytes of every range of layers, equal at all places. range_bytes: [L, L + 1], NEVER where end <= first."""
 
-    alone: Bytes
+    range_bytes: Bytes
     position_free: ClassVar[bool] = True
 
     @property
     def num_layers(self) -> int:
         """L, the number of layers."""
-        return len(self.alone)
+        return len(self.range_bytes)
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
         """Return the peak bytes of layers first .. end-1."""
-        return int(self.alone[first, end])
+        return int(self.range_bytes[first, end])
 
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
         """Return the bytes of every stage; see `StageCosts`."""
-        return self.alone
+        return self.range_bytes
 
 
 def raised(costs: StageCosts, more: Bytes) -> RangeCosts:
     """Return costs with more bytes for every range of layers at every place. more: [L, L + 1], 0 where end <= first."""
     if isinstance(costs, RangeCosts):
-        return replace(costs, alone=costs.alone + more)
+        return replace(costs, range_bytes=costs.range_bytes + more)
     assert costs.position_free
     return RangeCosts(costs.matrix() + more)
 

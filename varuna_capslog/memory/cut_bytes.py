@@ -68,7 +68,7 @@ class StageTensors:
                 added[tensor.writer] = max(added[tensor.writer], tensor.bytes)
         return cls(tuple(kept_tensors), gradient, added, tuple(entering))
 
-    def gone(self, first: int, end: int) -> int:
+    def read_elsewhere(self, first: int, end: int) -> int:
         """Return the bytes of received tensors that [first, end) reads, and that only other stages read later."""
         return sum(
             tensor.bytes
@@ -136,7 +136,7 @@ class CutBytes:
 
     Args:
         boundaries: bytes across the cuts, for a profile without tensors.
-        alone: tensors of one stage with direct routes; None: stages pass on all tensors that cross their cuts.
+        stage_tensors: of one stage with direct routes; None: stages pass on all tensors that cross their cuts.
 
     Attributes:
         tensors: of the profile or of the stage, in the sizes of a call.
@@ -145,18 +145,18 @@ class CutBytes:
     """
 
     def __init__(
-        self, profile: Profile, boundaries: Sequence[int], alone: StageTensors | None = None, grain: int = 1
+        self, profile: Profile, boundaries: Sequence[int], stage_tensors: StageTensors | None = None, grain: int = 1
     ) -> None:
-        self._profile, self._alone, self.num_layers = profile, alone, profile.num_layers
-        self.tensors = _of_calls(profile.tensors, grain) if alone is None else alone.tensors
+        self._profile, self._stage, self.num_layers = profile, stage_tensors, profile.num_layers
+        self.tensors = _of_calls(profile.tensors, grain) if stage_tensors is None else stage_tensors.tensors
         self._passed: dict[tuple[int, int], int] = {}
         self.crossing, self.gradient = list(boundaries), [0, *boundaries[1:]]
         if self.tensors:
             cuts = range(self.num_layers + 1)
             self.crossing = [self.passed(cut, cut) for cut in cuts]
             self.gradient = [sum(tensor.bytes for tensor in self._across(cut, cut) if tensor.gradient) for cut in cuts]
-        if alone is not None:
-            self.gradient = alone.gradient.tolist()
+        if stage_tensors is not None:
+            self.gradient = stage_tensors.gradient.tolist()
         self.carries = [cut > 0 and (size > 0 or not self.tensors) for cut, size in enumerate(self.gradient)]
 
     @property
@@ -172,7 +172,7 @@ class CutBytes:
 
     def inputs_kept(self, first: int, end: int, cut: int | None = None) -> int:
         """Return the bytes of inputs kept to recompute a range; cut: only of inputs that also cross this later cut."""
-        if self._alone is None:
+        if self._stage is None:
             return self.crossing[first] if cut is None else self.passed(first, cut)
         read = self._entering(first, end + (end == self.num_layers))
         return sum(tensor.bytes for tensor, _ in read if cut is None or tensor.readers[-1] >= cut)
@@ -207,7 +207,7 @@ class CutBytes:
     @cached_property
     def joined_in_rows(self) -> list[bool]:
         """`joined` in the stages that the rows of the profile come from."""
-        return self.joined if self._alone is None else _joined(self._profile.tensors, self.num_layers)
+        return self.joined if self._stage is None else _joined(self._profile.tensors, self.num_layers)
 
     def _across(self, first: int, end: int) -> list[TensorRecord]:
         return [tensor for tensor in self._at_cut[first] if tensor.readers[-1] >= end]

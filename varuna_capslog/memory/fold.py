@@ -62,11 +62,11 @@ def exchange(ranges: RangeBytes, rank: int, holders: Holders) -> int:
     size = {layer: int(ranges.gradients[layer]) for layer in layers}
     several = [layer for layer in layers if len(holders[layer]) > 1]
     kept = {layer: len(holders[layer][rank]) if layer in several else 1 for layer in layers}
-    most = waiting = sum(kept[layer] * size[layer] for layer in layers)
+    peak = waiting = sum(kept[layer] * size[layer] for layer in layers)
     for layer in several:
-        most = max(most, waiting + _beside(holders[layer], rank, size[layer]))
+        peak = max(peak, waiting + _beside(holders[layer], rank, size[layer]))
         waiting -= (kept[layer] - 1) * size[layer]
-    return max([most, *(waiting + more for more in _uses(ranges, rank, holders))])
+    return max([peak, *(waiting + more for more in _uses(ranges, rank, holders))])
 
 
 def _beside(ranks: Mapping[int, Sequence[int]], rank: int, size: int) -> int:
@@ -87,11 +87,11 @@ def _uses(ranges: RangeBytes, rank: int, holders: Holders) -> list[int]:
         local = [layer for layer in shared.layers if rank in holders[layer]]
         if not local or any(ranges.gradients[layer] < shared.bytes for layer in local):
             continue  # the rank has none of its uses, or the parameter is frozen
-        away = [holders[layer] for layer in shared.layers if layer not in local]
-        peers = {peer for ranks in away for peer, blocks in ranks.items() if block in blocks}
+        other_holders = [holders[layer] for layer in shared.layers if layer not in local]
+        peers = {peer for ranks in other_holders for peer, blocks in ranks.items() if block in blocks}
         received = sum(peer in holders[layer] for peer in peers for layer in shared.layers)
         # blocks that this rank packs for other ranks are freed before the sum is made
-        sizes.append(shared.bytes * (received + max(len(local) if away else 0, 1)))
+        sizes.append(shared.bytes * (received + max(len(local) if other_holders else 0, 1)))
     return sizes
 
 
@@ -145,7 +145,7 @@ def fold(
     handed = _handed(ranges, stages, step, direct)
     sizes = {"F": handed.activations, "B": handed.gradients}
     # the peaks of rows without action bytes include receives posted ahead
-    messages = messages_of(step, sizes, ranges.one_memory and ranges.told)
+    messages = messages_of(step, sizes, ranges.one_memory and ranges.has_actions)
     holders = _holders(stages, units.blocks or 1)
     traffic = _Traffic(step, messages, sizes, handed.together)
     sums = {rank: _RankSum(ranges, row) for rank, row in enumerate(step.rows) if only in (None, rank)}
@@ -317,9 +317,9 @@ class _StageCalls:
 
     def _add(self, total: _RankSum, calls: Numbers, treatment: Treatment) -> None:
         change = total.change
-        forward, backward, again = self.forwards[calls], self.backwards[calls], self.recomputes[calls]
-        rerun = again >= 0
-        loaded = self._away(total, calls, treatment)
+        forward, backward, recompute = self.forwards[calls], self.backwards[calls], self.recomputes[calls]
+        rerun = recompute >= 0
+        loaded = self._add_offloads(total, calls, treatment)
         # F: its input is already counted; afterwards the call's held bytes remain
         growth, parts = (
             treatment.held - self.inputs + self.near[calls] + self.statistics,
@@ -331,9 +331,9 @@ class _StageCalls:
         )
         np.add.at(change, forward + 1, growth)
         # R
-        np.add.at(change, again[rerun], np.where(loaded, 0, treatment.host)[rerun])
-        total.need[again[rerun]] = treatment.recompute
-        np.add.at(change, again[rerun] + 1, treatment.grown)
+        np.add.at(change, recompute[rerun], np.where(loaded, 0, treatment.host)[rerun])
+        total.need[recompute[rerun]] = treatment.recompute
+        np.add.at(change, recompute[rerun] + 1, treatment.grown)
         # B, or I
         held = (
             treatment.held
@@ -358,18 +358,18 @@ class _StageCalls:
         total.need[backward] = np.maximum.reduce([self._in_pieces("B", False)[calls], most - held, parting - held])
         np.add.at(change, backward + 1, -held)
 
-    def _away(self, total: _RankSum, calls: Numbers, treatment: Treatment) -> NDArray[np.bool_]:
+    def _add_offloads(self, total: _RankSum, calls: Numbers, treatment: Treatment) -> NDArray[np.bool_]:
         """Add O and L; return call -> True where it has an L. O's source is freed when the rank waits for the copy."""
         offloads, loads, row = self.offloads[calls], self.loads[calls], total.row
-        there, loaded = offloads >= 0, loads >= 0
+        offloaded, loaded = offloads >= 0, loads >= 0
         if treatment.host:
             returns = np.where(self.recomputes[calls] >= 0, self.recomputes[calls], self.backwards[calls])
             returns = np.where(loaded, loads, returns)
             work = np.append(row.where("FBIWR"), len(row) - 1)
-            waited = work[np.searchsorted(work[:-1], offloads[there], side="right")] + 1
-            np.add.at(total.change, np.minimum(waited, returns[there]), -treatment.away)
+            waited = work[np.searchsorted(work[:-1], offloads[offloaded], side="right")] + 1
+            np.add.at(total.change, np.minimum(waited, returns[offloaded]), -treatment.away)
             np.add.at(total.change, loads[loaded], treatment.host)
-            np.add.at(total.host, np.where(there, offloads, self.forwards[calls]), treatment.host)
+            np.add.at(total.host, np.where(offloaded, offloads, self.forwards[calls]), treatment.host)
             np.add.at(total.host, self.ends[calls] + 1, -treatment.host)
             total.moved_bytes += treatment.host * len(calls)
         return loaded
@@ -420,25 +420,25 @@ class _StageCalls:
             if not numbers or links[numbers[0]].above != self.number:
                 continue
             shared = np.maximum(0, self.shared - (self.outputs - size))
-            gone, taken = (np.full(len(self.forwards), -1) for _ in range(2))
+            confirmed, taken = (np.full(len(self.forwards), -1) for _ in range(2))
             for number in numbers:
                 link = links[number]
                 if self.traffic.step.is_local(link):
                     joined = self.traffic.in_pieces(link.below, link)
-                    there = stages[link.below].forwards[link.below_calls] + (not joined)
-                    np.maximum.at(taken, link.above_calls, there)
+                    taken_at = stages[link.below].forwards[link.below_calls] + (not joined)
+                    np.maximum.at(taken, link.above_calls, taken_at)
                 elif self.ranges.one_memory:
-                    np.maximum.at(gone, link.above_calls, sent[number])
-            calls = np.flatnonzero(np.maximum(gone, taken) >= 0)
-            gone, taken, shared = gone[calls], taken[calls], shared[calls]
-            ran, last = self.recomputes[calls], np.maximum(gone, taken)
+                    np.maximum.at(confirmed, link.above_calls, sent[number])
+            calls = np.flatnonzero(np.maximum(confirmed, taken) >= 0)
+            confirmed, taken, shared = confirmed[calls], taken[calls], shared[calls]
+            ran, last = self.recomputes[calls], np.maximum(confirmed, taken)
             # tensors that a recomputation frees may still be held by a message
-            longer = (ran >= 0) & (ran < last) & (gone >= 0)
+            longer = (ran >= 0) & (ran < last) & (confirmed >= 0)
             np.add.at(total.change, self.forwards[calls] + 1, size - shared)
             np.add.at(total.change, ran[longer] + 1, shared[longer])
             remaining = size - np.where(longer, 0, shared)
             np.add.at(total.change, last, -remaining)
-            np.add.at(total.let_go, last[gone >= taken], remaining[gone >= taken])
+            np.add.at(total.let_go, last[confirmed >= taken], remaining[confirmed >= taken])
         for number, link in self.traffic.of(self.number, incoming=False):
             size, local = self.traffic.sizes["F"][number], self.traffic.step.is_local(link)
             if self.traffic.in_pieces(self.number, link) and (local or self.ranges.one_memory):
@@ -463,15 +463,15 @@ class _StageCalls:
                 np.clip(kept + input_kept - self.inputs, 0, kept)
                 for input_kept in (treatment.input_kept, treatment.input_kept_then)
             )
-            again = self.recomputes[overlapping]
-            rerun = (again >= 0) & (treatment.input_kept != treatment.input_kept_then)
+            recompute = self.recomputes[overlapping]
+            rerun = (recompute >= 0) & (treatment.input_kept != treatment.input_kept_then)
             # the stage before keeps its part when this stage frees its inputs
             needed = total.need[self.forwards[overlapping]]
             total.need[self.forwards[overlapping]] = np.maximum(
                 needed, self.statistics + treatment.behind + kept - both
             )
             np.add.at(total.change, self.forwards[overlapping] + 1, -both)
-            np.add.at(total.change, again[rerun] + 1, (both - then)[rerun])
+            np.add.at(total.change, recompute[rerun] + 1, (both - then)[rerun])
             np.add.at(total.change, self.backwards[overlapping] + 1, np.where(rerun, then, both))
 
     def _add_gradients_sent(self, total: _RankSum) -> None:
@@ -482,10 +482,10 @@ class _StageCalls:
             if self.traffic.step.is_local(link):
                 np.add.at(total.change, after, size)
             elif size and self.ranges.one_memory:
-                gone = self.traffic.messages.ends["B"][number]
+                confirmed = self.traffic.messages.ends["B"][number]
                 np.add.at(total.change, after, size)
-                np.add.at(total.change, gone, -size)
-                np.add.at(total.let_go, gone, size)
+                np.add.at(total.change, confirmed, -size)
+                np.add.at(total.let_go, confirmed, size)
 
 
 # -- Bytes of a stage at every moment of a step, from the timed actions of a schedule.
@@ -539,11 +539,11 @@ def stage_memory(profile: Profile, stages: Sequence[tuple[int, int]], run: RunSh
             peak, saved = sums.stage_bytes(first, end), sum(layer.saved_bytes or 0 for layer in layers[first:end])
             inputs = (layers[first - 1].boundary_bytes or 0) if first else 0
         else:
-            peak, saved = int(costs.alone[first, end]), int(costs.saved[first, end])
+            peak, saved = int(costs.range_bytes[first, end]), int(costs.saved[first, end])
             inputs = int(costs.inputs[first, end])
         working = max(0, peak - static)
-        alone = max(layer.isolated_bytes - (layer.static_bytes or 0) for layer in layers[first:end])
-        memories.append(StageMemory(static, saved, working, min(working, max(0, alone)), inputs if on_device else 0))
+        largest = max(layer.isolated_bytes - (layer.static_bytes or 0) for layer in layers[first:end])
+        memories.append(StageMemory(static, saved, working, min(working, max(0, largest)), inputs if on_device else 0))
     return memories
 
 

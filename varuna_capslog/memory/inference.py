@@ -44,14 +44,14 @@ def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
         raise CapslogError(
             f"conditions.{CACHE_BYTES} has {len(caches)} numbers for {profile.num_layers} layers; give one per layer"
         )
-    alone = _sums([row.static_bytes or 0 for row in single]) - _counted_twice(profile)
+    static = _sums([row.static_bytes or 0 for row in single]) - _counted_twice(profile)
     if sum(caches) * sequences >= 1 << 60:
         raise CapslogError(
             f"the caches of {sequences} sequences sum to more than 1 EiB, beyond what a search can add up; lower the "
             "batch or the sequence"
         )
     cached = _sums([size * sequences for size in caches])
-    return RangeCosts(only_ranges(alone + cached + compose(single, pair).transient))
+    return RangeCosts(only_ranges(static + cached + compose(single, pair).transient))
 
 
 def _sums(sizes: list[int]) -> Bytes:

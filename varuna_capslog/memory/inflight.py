@@ -95,8 +95,8 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
 
 @dataclass(frozen=True)
 class InflightCosts(RangeCosts):
-    """Peak bytes of every stage at every place. alone: with one microbatch in flight, NEVER where end <= first; saved,
-    inputs, outputs: bytes of one waiting graph, input and output, 0 where end <= first. All [L, L + 1].
+    """Peak bytes of every stage at every place. range_bytes: with one microbatch in flight, NEVER where end <= first;
+    saved, inputs, outputs: bytes of one waiting graph, input and output, 0 where end <= first. All [L, L + 1].
     """
 
     saved: Bytes
@@ -115,11 +115,11 @@ class InflightCosts(RangeCosts):
         """Return M(stage; first, end) of the equation above."""
         counts = _waiting(self.run, stages, self.one_memory)[stage]
         more = sum(count * part[first, end] for count, part in zip(counts, self.parts, strict=True))
-        return int(self.alone[first, end] + more)
+        return int(self.range_bytes[first, end] + more)
 
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
         """Return the bytes of every range of layers as this stage, [L, L + 1]; see `costs.StageCosts`."""
-        matrix = self.alone
+        matrix = self.range_bytes
         for count, part in zip(_waiting(self.run, stages, self.one_memory)[stage], self.parts, strict=True):
             if count:
                 matrix = matrix + count * part
@@ -147,7 +147,7 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     outputs = [0, *(_boundary(row, "boundary_out_bytes", model) for row in single)]
     shape = parts.saved.shape
     return InflightCosts(
-        alone=only_ranges(parts.static + parts.transient),
+        range_bytes=only_ranges(parts.static + parts.transient),
         saved=parts.saved,
         inputs=only_ranges(np.broadcast_to(np.array(inputs, dtype=np.int64)[:, None], shape), 0),
         outputs=only_ranges(np.broadcast_to(np.array(outputs, dtype=np.int64), shape), 0),
@@ -225,18 +225,18 @@ _Parts = Sequence[tuple[Sequence[int], Bytes]]
 @dataclass(frozen=True)
 class Ranges:
     """N ranges of layers in rising order of (first, end), and their bytes. firsts, ends: [N]; layers first .. end-1.
-    alone: [N] bytes that do not depend on the stage. parts: the others, as (count at each stage, bytes of one [N]).
+    fixed: [N] bytes that do not depend on the stage. parts: the others, as (count at each stage, bytes of one [N]).
     """
 
     num_layers: int
     firsts: NDArray[np.int64]
     ends: NDArray[np.int64]
-    alone: Bytes
+    fixed: Bytes
     parts: _Parts
 
     def bytes(self, stage: int, chosen: slice) -> Bytes:
         """Return the bytes of the `chosen` ranges as this stage; do not write to the array."""
-        sizes = self.alone[chosen]
+        sizes = self.fixed[chosen]
         for counts, part in self.parts:
             if counts[stage]:
                 sizes = sizes + counts[stage] * part[chosen]
@@ -244,13 +244,13 @@ class Ranges:
 
     def within(self, most: int, stages: int) -> Ranges:
         """Return at least the ranges that take `most` bytes or less as one of the first `stages` stages."""
-        kept = (_least(self.alone, self.parts, stages) <= most).nonzero()[0]
-        alone, parts = _chosen(self.alone, self.parts, kept)
-        return replace(self, firsts=self.firsts[kept], ends=self.ends[kept], alone=alone, parts=parts)
+        kept = (_least(self.fixed, self.parts, stages) <= most).nonzero()[0]
+        fixed, parts = _chosen(self.fixed, self.parts, kept)
+        return replace(self, firsts=self.firsts[kept], ends=self.ends[kept], fixed=fixed, parts=parts)
 
 
 @dataclass(frozen=True)
-class _Asked(Ranges):
+class _FromMatrix(Ranges):
     """Ranges of costs without parts; their bytes come from `costs.matrix` of every place."""
 
     costs: StageCosts
@@ -269,22 +269,22 @@ def ranges_within(costs: StageCosts, stages: int, most: int) -> Ranges:
     if isinstance(costs, InflightCosts):
         counts = np.array(waiting(costs.run, stages, costs.one_memory)).T.tolist()
         parts = [(count, part) for count, part in zip(counts, costs.parts, strict=True) if any(count)]
-        alone = costs.alone
+        fixed = costs.range_bytes
     elif costs.position_free:
-        alone, parts = costs.matrix(), []
+        fixed, parts = costs.matrix(), []
     else:
         firsts, ends = np.triu_indices(num_layers)
-        return _Asked(num_layers, firsts, ends + 1, ends, (), costs, stages)
+        return _FromMatrix(num_layers, firsts, ends + 1, ends, (), costs, stages)
     # flat: numpy gathers by one index faster than by two
-    alone, parts = alone.ravel(), [(count, part.ravel()) for count, part in parts]
-    kept = (_least(alone, parts, stages) <= most).nonzero()[0]
+    fixed, parts = fixed.ravel(), [(count, part.ravel()) for count, part in parts]
+    kept = (_least(fixed, parts, stages) <= most).nonzero()[0]
     firsts = kept // (num_layers + 1)
-    return Ranges(num_layers, firsts, kept - firsts * (num_layers + 1), *_chosen(alone, parts, kept))
+    return Ranges(num_layers, firsts, kept - firsts * (num_layers + 1), *_chosen(fixed, parts, kept))
 
 
-def _least(alone: Bytes, parts: _Parts, stages: int) -> Bytes:
+def _least(fixed: Bytes, parts: _Parts, stages: int) -> Bytes:
     """Return lower bounds of the ranges' bytes over the first `stages` stages."""
-    least = alone
+    least = fixed
     for counts, part in parts:
         low, high = min(counts[:stages]), max(counts[:stages])
         if low or part.min(initial=0) < 0:
@@ -292,5 +292,5 @@ def _least(alone: Bytes, parts: _Parts, stages: int) -> Bytes:
     return least
 
 
-def _chosen(alone: Bytes, parts: _Parts, kept: NDArray[np.int64]) -> tuple[Bytes, _Parts]:
-    return alone[kept], [(counts, part[kept]) for counts, part in parts]
+def _chosen(fixed: Bytes, parts: _Parts, kept: NDArray[np.int64]) -> tuple[Bytes, _Parts]:
+    return fixed[kept], [(counts, part[kept]) for counts, part in parts]

@@ -76,11 +76,11 @@ class MomentBytes:
         device. gradients: [L] bytes, of parameters with moments. work: [L] additional bytes of each layer's update.
         """
         rows = [(layer, size) for layer, size in self.of(layers, away).items() if size]
-        gradients_left, before, most = sum(int(gradients[layer]) for layer, _ in rows), 0, 0
+        gradients_left, before, peak = sum(int(gradients[layer]) for layer, _ in rows), 0, 0
         for (layer, size), behind in zip(rows, [*(size for _, size in rows[1:]), 0], strict=False):
-            most = max(most, gradients_left + size + max(before, behind) + int(work[layer]))
+            peak = max(peak, gradients_left + size + max(before, behind) + int(work[layer]))
             gradients_left, before = gradients_left - int(gradients[layer]), size
-        return most
+        return peak
 
 
 # -- Bytes of any range of layers at its actions
@@ -90,9 +90,9 @@ Known = TypeVar("Known")
 
 
 class _Sums(NamedTuple):
-    """Bytes of each layer alone [L], and the bytes that each layer adds to the layer before [L - 1]."""
+    """Bytes of each single layer [L], and the bytes that each layer adds to the layer before [L - 1]."""
 
-    alone: Bytes
+    single: Bytes
     more: Bytes
 
     @classmethod
@@ -100,12 +100,12 @@ class _Sums(NamedTuple):
         return cls(single, pair - single[:-1])
 
     def range(self, first: int, end: int) -> int:
-        return max(0, int(self.alone[first] + self.more[first : end - 1].sum()))
+        return max(0, int(self.single[first] + self.more[first : end - 1].sum()))
 
 
 class _Halves(NamedTuple):
     """Bytes of split backwards, of single layers [L] and pairs [L - 1]. held: between the halves. noted: the gradients
-    in `held`; seeds: [L], the gradients of a layer's outputs in `noted`. of_loss: freed with the loss. most: name ->
+    in `held`; seeds: [L], the gradients of a layer's outputs in `noted`. of_loss: freed with the loss. peaks: name ->
     the peak of a half, with the bytes in memory before.
     """
 
@@ -113,36 +113,36 @@ class _Halves(NamedTuple):
     noted: _Sums
     seeds: Bytes
     of_loss: int
-    most: dict[str, tuple[Bytes, Bytes]]
+    peaks: dict[str, tuple[Bytes, Bytes]]
 
 
 class BackwardWork(NamedTuple):
     """Peak bytes of a backward action at a range of layers, ints or arrays. whole: while all inputs of the range are
-    held. later: after some inputs were freed. gone: the most bytes of freed inputs.
+    held. later: after some inputs were freed. freed: the most bytes of freed inputs.
     """
 
     whole: Any
     later: Any = 0
-    gone: Any = 0
+    freed: Any = 0
 
     @classmethod
-    def of(cls, most: Bytes, freed: Bytes) -> BackwardWork:
-        """Make the record from each layer's peak bytes (most), and the bytes of inputs freed before (freed)."""
+    def of(cls, peaks: Bytes, freed: Bytes) -> BackwardWork:
+        """Make the record from each layer's peak bytes and the bytes of inputs freed before."""
         later = freed > 0
         if not later.any():
-            return cls(int(most.max()))
-        return cls(int(most[~later].max(initial=0)), int(most[later].max()), int(freed.max()))
+            return cls(int(peaks.max()))
+        return cls(int(peaks[~later].max(initial=0)), int(peaks[later].max()), int(freed.max()))
 
     @property
-    def most(self) -> int:
+    def peak(self) -> int:
         """The larger of `whole` and `later`."""
         return max(self.whole, self.later)
 
     def without(self, elsewhere: Any) -> Any:
         """Return the peak. elsewhere: input bytes to leave out, since they count elsewhere; negative: bytes to add."""
         if isinstance(elsewhere, int):  # several times faster than numpy
-            return max(self.whole - elsewhere, self.later - max(0, elsewhere - self.gone) - min(0, elsewhere))
-        still = np.maximum(0, elsewhere - self.gone) + np.minimum(0, elsewhere)
+            return max(self.whole - elsewhere, self.later - max(0, elsewhere - self.freed) - min(0, elsewhere))
+        still = np.maximum(0, elsewhere - self.freed) + np.minimum(0, elsewhere)
         return np.maximum(self.whole - elsewhere, self.later - still)
 
 
@@ -152,12 +152,12 @@ MOVING = ("grain", "parts", "peaks")
 
 class RangeBytes(CutBytes):
     """Bytes of one profile's layers in calls of `grain` microbatches. model: name of the memory model, for errors.
-    recompute: prefer rows of runs with recomputation. alone: see `CutBytes`. parts: recomputed parts of layers; None:
-    no parts. Raises CapslogError naming the run or field that the profile lacks.
+    recompute: prefer rows of runs with recomputation. stage_tensors: see `CutBytes`. parts: recomputed parts of layers;
+    None: no parts. Raises CapslogError naming the run or field that the profile lacks.
 
     Attributes:
         one_memory: True where the device is the CPU: messages and what waits on the host are in its memory.
-        told: True where the rows have the bytes of each action; else their peaks include the gradients of outputs.
+        has_actions: True where the rows have the bytes of each action; else their peaks include output gradients.
         shared_parameters: those that several layers use.
         moments, moments_wait: the optimizer's moments; True where all moments wait in the host tier.
         gradients: bytes, of each layer's parameters [L]; from the rows, else from the layers' parameter_bytes; without
@@ -169,19 +169,19 @@ class RangeBytes(CutBytes):
         profile: Profile,
         model: str,
         recompute: bool,
-        alone: StageTensors | None = None,
+        stage_tensors: StageTensors | None = None,
         grain: int = 1,
         parts: tuple[str, ...] | None = None,
     ) -> None:
         single, pair = observed(profile, model, "recompute" if recompute else "none", grain, parts)
         boundaries = [single[0].boundary_in_bytes or 0, *(row.boundary_out_bytes or 0 for row in single)]
-        super().__init__(profile, boundaries, alone, grain)
+        super().__init__(profile, boundaries, stage_tensors, grain)
         self._model, self._rows, self._recompute, self._grain = model, (single, pair), recompute, grain
         self.shared_parameters = profile.shared
         self.one_memory = single[0].device == "cpu"
         rows = (*single, *pair)
-        self.told = all(row.action_bytes is not None for row in rows)
-        if not self.told:
+        self.has_actions = all(row.action_bytes is not None for row in rows)
+        if not self.has_actions:
             self.gradient = [0] * len(self.gradient)
         more = self._graph(pair)
         self._saved = _Sums.of(self._graph(single), more)
@@ -189,24 +189,24 @@ class RangeBytes(CutBytes):
         staying = self._known_part(single, "staying_bytes", last), self._known_part(pair, "staying_bytes", last[1:])
         self._staying = _Sums.of(*staying)
         moved = self._known_part(pair, "moved_bytes", more - staying[1])
-        self._moved = _Sums.of(self._known_part(single, "moved_bytes", self._saved.alone - staying[0]), moved)
+        self._moved = _Sums.of(self._known_part(single, "moved_bytes", self._saved.single - staying[0]), moved)
         self._statistics = self._part(single, "statistics_bytes")
         static = _column(single, "static_bytes")
-        self.gradients = self._part(single, "gradient_bytes") if self.told else likely_gradients(profile, static)
+        self.gradients = self._part(single, "gradient_bytes") if self.has_actions else likely_gradients(profile, static)
         self._update, self._shared = self._part(single, "update_bytes"), self._part(single, "shared_bytes")
         self._pair_shared = self._part(pair, "shared_bytes")
         if self._knows("moved_bytes", rows):
             # tensors that the layers on both sides of a cut save: all that rows with recomputation show of the outputs
-            both = self._moved.alone[1:] - self._moved.more
+            both = self._moved.single[1:] - self._moved.more
             self._shared[:-1] = np.maximum(self._shared[:-1], both)
             self._pair_shared[:-1] = np.maximum(self._pair_shared[:-1], both[1:])
         held = static - self.gradients
-        together = self._part(pair, "gradient_bytes") if self.told else self.gradients[:-1] + self.gradients[1:]
+        together = self._part(pair, "gradient_bytes") if self.has_actions else self.gradients[:-1] + self.gradients[1:]
         self._resident = _Sums.of(held, _column(pair, "static_bytes") - together)
         actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
         self._single = {name: self._beside(single, name) for name in actions}
-        self._pair = {name: self._beside(pair, name) - self._saved.alone[:-1] for name in actions}
-        sizes = self._part(single, "moment_bytes") if self.told and self._knows("moment_bytes", single) else None
+        self._pair = {name: self._beside(pair, name) - self._saved.single[:-1] for name in actions}
+        sizes = self._part(single, "moment_bytes") if self.has_actions and self._knows("moment_bytes", single) else None
         self.moments, self.moments_wait = MomentBytes(sizes, profile, self.gradients), False
         self._known: dict[tuple[object, ...], Any] = {}
 
@@ -221,8 +221,8 @@ class RangeBytes(CutBytes):
 
     def of_stage(self, layers: Collection[int]) -> RangeBytes:
         """Return the bytes of the same layers in a stage of `layers` with direct routes."""
-        alone = StageTensors.of(self.tensors, layers, self.num_layers)
-        return self._like(RangeBytes(self._profile, self._model, self._recompute, alone, self._grain))
+        stage_tensors = StageTensors.of(self.tensors, layers, self.num_layers)
+        return self._like(RangeBytes(self._profile, self._model, self._recompute, stage_tensors, self._grain))
 
     def of_grain(self, grain: int) -> RangeBytes:
         """Return the bytes of the same layers in calls of `grain` microbatches."""
@@ -235,7 +235,7 @@ class RangeBytes(CutBytes):
         """
         if not (parts := interval.parts):
             return self
-        arguments = self._profile, self._model, self._recompute, self._alone, self._grain, parts
+        arguments = self._profile, self._model, self._recompute, self._stage, self._grain, parts
         ranges: RangeBytes = self.once(("parts", parts), lambda: self._like(RangeBytes(*arguments)))
         single, pair = ranges._rows
         rows = [*single[interval.first : interval.end], *pair[interval.first : interval.end - 1]]
@@ -271,7 +271,7 @@ class RangeBytes(CutBytes):
 
     def only_entered(self, layer: int) -> int:
         """Return the rest of a layer's `saved`: inputs of its graph that nothing else needs."""
-        return max(0, int(self._saved.alone[layer] - self._moved.alone[layer] - self._staying.alone[layer]))
+        return max(0, int(self._saved.single[layer] - self._moved.single[layer] - self._staying.single[layer]))
 
     def statistics(self, first: int, end: int) -> int:
         """Return the bytes of running statistics that a forward of the range keeps until the end of the step."""
@@ -283,28 +283,28 @@ class RangeBytes(CutBytes):
 
     def bare(self, first: int, end: int) -> int:
         """Return the peak of a forward that keeps only its inputs, with these inputs."""
-        alone = self._single["bare_bytes"][first:end]
-        if not self.told or end == first + 1:
-            return min(int(alone.max()), self.forward(first, end)) if not self.told else int(alone[0])
-        beside = [self.crossing[first] - self.passed(first, layer) for layer in range(first + 1, end)]
-        return max(int(alone[0]), int((alone[1:] + np.array(beside)).max()))
+        single = self._single["bare_bytes"][first:end]
+        if not self.has_actions or end == first + 1:
+            return min(int(single.max()), self.forward(first, end)) if not self.has_actions else int(single[0])
+        kept_inputs = [self.crossing[first] - self.passed(first, layer) for layer in range(first + 1, end)]
+        return max(int(single[0]), int((single[1:] + np.array(kept_inputs)).max()))
 
     def backward(self, first: int, end: int, makes_gradients: bool = False) -> BackwardWork:
         """Return the bytes of a backward: its graph, its outputs' gradients, and any parameter gradients made."""
 
-        def found() -> BackwardWork:
+        def compute() -> BackwardWork:
             behind = self._seeds(first, end)
             if not makes_gradients:
                 return self._work(first, end, self._prefixes("backward_bytes", first, end) + behind)
             behind += np.cumsum(self.gradients[first:end][::-1])[::-1]
-            if self.told:  # the layer's own gradients are in the bytes of its first backward
+            if self.has_actions:  # the layer's own gradients are in the bytes of its first backward
                 behind = behind - self.gradients[first:end]
             return self._work(first, end, self._prefixes("first_backward_bytes", first, end) + behind)
 
-        return self.once(("B", first, end, makes_gradients), found)
+        return self.once(("B", first, end, makes_gradients), compute)
 
-    def _work(self, first: int, end: int, most: Bytes) -> BackwardWork:
-        return BackwardWork.of(most, self.left_before(first, end))
+    def _work(self, first: int, end: int, peaks: Bytes) -> BackwardWork:
+        return BackwardWork.of(peaks, self.left_before(first, end))
 
     def held_between_halves(self, first: int, end: int) -> int:
         """Return the bytes held between the halves of a backward: the rest of the graph and the noted gradients. Raises
@@ -318,13 +318,13 @@ class RangeBytes(CutBytes):
     def input_half(self, first: int, end: int) -> BackwardWork:
         """Return the bytes of the input half of a backward, with its graph and the gradients of its outputs."""
 
-        def found() -> BackwardWork:
+        def compute() -> BackwardWork:
             if (until := self._differentiated_later(first, end)) > first:
                 if until == end < self.num_layers:
                     return BackwardWork(self.saved(first, end) + self.gradient[end])
                 # the loss is differentiated, which is a part of the last layer's bytes
                 until = min(until, end - 1)
-                return BackwardWork(self._prefix(first, until, end) + self.input_half(until, end).most)
+                return BackwardWork(self._prefix(first, until, end) + self.input_half(until, end).peak)
             before, work = self._halves_at_work("input_half_bytes", self._saved, first, end)
             behind = np.zeros(end - first, dtype=np.int64)
             for layer, until in self.graph_ends(first, end):
@@ -335,24 +335,24 @@ class RangeBytes(CutBytes):
                     behind[layer - first] += self.gradient[until] - self._halves.seeds[until - 1]
                 if end == self.num_layers and layer < end - 1:
                     behind[layer - first] -= self._halves.of_loss
-            gone = self.left_before(first, end)[-len(work) :]
-            return BackwardWork.of(before + work + behind[-len(work) :] + self._held_by_longer_graphs(first, end), gone)
+            work = before + work + behind[-len(work) :] + self._held_by_longer_graphs(first, end)
+            return BackwardWork.of(work, self.left_before(first, end)[-len(work) :])
 
-        return self.once(("I", first, end), found)
+        return self.once(("I", first, end), compute)
 
     def weight_half(self, first: int, end: int, makes_gradients: bool = False) -> int:
         """Return the peak of the weight half, with all bytes held between the halves and parameter gradients made."""
 
-        def found() -> int:
+        def compute() -> int:
             if (until := self._differentiated_later(first, end)) > first:
-                made, most = 0, 0
+                made, peak = 0, 0
                 if until < end:
-                    made, most = self.made(until, end) * makes_gradients, self.weight_half(until, end, makes_gradients)
-                    most += self._prefix(first, until, end) + self.gradient[until]
-                return max(most, made + self.backward(first, until, makes_gradients).most)
+                    made, peak = self.made(until, end) * makes_gradients, self.weight_half(until, end, makes_gradients)
+                    peak += self._prefix(first, until, end) + self.gradient[until]
+                return max(peak, made + self.backward(first, until, makes_gradients).peak)
             name = "first_weight_half_bytes" if makes_gradients else "weight_half_bytes"
             before, work = self._halves_at_work(name, self._halves.held, first, end)
-            single, pair = self._halves.most[name]
+            single, pair = self._halves.peaks[name]
             new = self.gradients * makes_gradients
             # a graph may free nothing before its end, not even tensors recomputed by layers that checkpoint themselves
             grows = np.maximum(self._halves.held.more + new[1:], pair - single[:-1])
@@ -361,7 +361,7 @@ class RangeBytes(CutBytes):
                 behind[layer - first] = grows[layer : until - 1].sum() + new[until:end].sum()
             return int((before + work + behind[-len(work) :]).max()) + self._held_by_longer_graphs(first, end)
 
-        return self.once(("W", first, end, makes_gradients), found)
+        return self.once(("W", first, end, makes_gradients), compute)
 
     def _held_by_longer_graphs(self, first: int, end: int) -> int:
         """Return additional bytes between the halves where a graph of a stage with direct routes spans several graphs
@@ -382,8 +382,8 @@ class RangeBytes(CutBytes):
         inputs need no gradient; else, and where the rows describe the whole range, return `first`.
         """
         entered = self.read_with_gradient(first, first + 1) if self.tensors else first
-        told = end == first + 1 or (end == first + 2 and self.joined[first + 1] == self.joined_in_rows[first + 1])
-        if entered or told:
+        in_rows = end == first + 1 or (end == first + 2 and self.joined[first + 1] == self.joined_in_rows[first + 1])
+        if entered or in_rows:
             return first
         return dict(self.graph_ends(first, end))[first]
 
@@ -393,11 +393,11 @@ class RangeBytes(CutBytes):
 
     def _halves_at_work(self, name: str, held: _Sums, first: int, end: int) -> tuple[Bytes, Bytes]:
         """Return, for each pair of the range or its only layer, the bytes held by the layers before, and the peak."""
-        single, pair = self._halves.most[name]
+        single, pair = self._halves.peaks[name]
         if end == first + 1:
             return np.zeros(1, dtype=np.int64), single[first:end]
-        before = held.alone[first] + np.append(0, np.cumsum(held.more[first : end - 2]))
-        return before - held.alone[first : end - 1], pair[first : end - 1]
+        before = held.single[first] + np.append(0, np.cumsum(held.more[first : end - 2]))
+        return before - held.single[first : end - 1], pair[first : end - 1]
 
     @cached_property
     def _halves(self) -> _Halves:
@@ -405,16 +405,16 @@ class RangeBytes(CutBytes):
         check_halves((*single, *pair), self._model)
         held = _column(single, "weight_bytes"), _column(pair, "weight_bytes")
         graphs = self._with_seeds(single), self._with_seeds(pair)
-        there = {"input_half_bytes": graphs, "weight_half_bytes": held, "first_weight_half_bytes": held}
-        most = {
-            name: (self._part(single, name) + size[0], self._part(pair, name) + size[1]) for name, size in there.items()
+        extra = {"input_half_bytes": graphs, "weight_half_bytes": held, "first_weight_half_bytes": held}
+        peaks = {
+            name: (self._part(single, name) + size[0], self._part(pair, name) + size[1]) for name, size in extra.items()
         }
         noted = self._part(single, "noted_bytes"), self._part(pair, "noted_bytes")
         last, seeds = single[-1], self._part(single, "noted_seed_bytes")
-        hidden = max(0, int(self._saved.alone[-1]) - (last.saved_bytes or 0))
-        gone = int(self._saved.alone[-1] + noted[0][-1] - held[0][-1])
-        of_loss = max(0, min(int(self._staying.alone[-1]) - hidden, gone))
-        return _Halves(_Sums.of(*held), _Sums.of(*noted), seeds, of_loss, most)
+        hidden = max(0, int(self._saved.single[-1]) - (last.saved_bytes or 0))
+        freed_with_loss = int(self._saved.single[-1] + noted[0][-1] - held[0][-1])
+        of_loss = max(0, min(int(self._staying.single[-1]) - hidden, freed_with_loss))
+        return _Halves(_Sums.of(*held), _Sums.of(*noted), seeds, of_loss, peaks)
 
     def made(self, first: int, end: int) -> int:
         """Return the gradient bytes of the range's parameters; each use of a shared parameter counts."""
@@ -428,14 +428,14 @@ class RangeBytes(CutBytes):
             begun = max(0, self.saved(*part) - self.moved(*part) - self.staying(*part))
             size = max(0, size - min(begun, self.read_and_passed(*part)))
         # the stage of a row also passes on the tensors that it has read
-        return size if self._alone is None else max(0, size - self._alone.gone(max(first, end - 2), end))
+        return size if self._stage is None else max(0, size - self._stage.read_elsewhere(max(first, end - 2), end))
 
     def resident(self, layers: Collection[int], away: Collection[int] = ()) -> int:
         """Return the bytes that a rank of these layers always holds: parameters, moments, buffers (and gradients, see
         `gradients`), and what its libraries keep. away: layers whose moments are in the host tier or on another rank.
         """
         total = sum(
-            int(self._resident.more[layer - 1] if layer - 1 in layers else self._resident.alone[layer])
+            int(self._resident.more[layer - 1] if layer - 1 in layers else self._resident.single[layer])
             for layer in layers
         )
         for parameter in self._profile.shared:
@@ -445,7 +445,7 @@ class RangeBytes(CutBytes):
             trained = all(self.gradients[layer] >= parameter.bytes for layer in uses)
             total -= int(apart * parameter.bytes * (1 + sum(kept_copies(self._profile.conditions)) if trained else 1))
         # the peaks of rows without action bytes include the libraries' bytes
-        kept = self.once(("lasting",), lambda: [(lasting(rows) * self.told).tolist() for rows in self._rows])
+        kept = self.once(("lasting",), lambda: [(lasting(rows) * self.has_actions).tolist() for rows in self._rows])
         (single, pair), both = kept, [layer - 1 for layer in layers if layer - 1 in layers]
         total += max([*(single[layer] for layer in layers), *(pair[layer] for layer in both)], default=0)
         return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
@@ -472,7 +472,7 @@ class RangeBytes(CutBytes):
 
     def _prefixes(self, name: str, first: int, end: int) -> Bytes:
         """Return the peak at each layer of the range, with the bytes that the layers before have saved."""
-        held = self._saved.alone[first] + np.append(0, np.cumsum(self._saved.more[first : max(first, end - 2)]))
+        held = self._saved.single[first] + np.append(0, np.cumsum(self._saved.more[first : max(first, end - 2)]))
         peaks = np.empty(end - first, dtype=np.int64)
         peaks[0] = self._single[name][first]
         peaks[1:] = held[: end - first - 1] + self._pair[name][first : end - 1]
@@ -489,7 +489,7 @@ class RangeBytes(CutBytes):
         return excess
 
     def _part(self, rows: Sequence[Observation], name: str) -> Bytes:
-        if not self.told:
+        if not self.has_actions:
             return np.zeros(len(rows), dtype=np.int64)
         return np.array([getattr(row.action_bytes, name) for row in rows], dtype=np.int64)
 
@@ -504,13 +504,13 @@ class RangeBytes(CutBytes):
 
     def _beside(self, rows: Sequence[Observation], name: str) -> Bytes:
         """Return the peak of a forward with its inputs, or of a backward with its graph and output gradients."""
-        if not self.told:
+        if not self.has_actions:
             kept = [one_in_flight(row, self._profile) for row in rows]
             return np.array([row.peak_bytes - (row.static_bytes or 0) for row in kept], dtype=np.int64)
         if "backward" in name:
             work = self._part(rows, name)
-            if self._alone is not None:
-                work = np.maximum(work, self._alone.added[[row.layers[1] - 1 for row in rows]])
+            if self._stage is not None:
+                work = np.maximum(work, self._stage.added[[row.layers[1] - 1 for row in rows]])
             return work + self._with_seeds(rows)
         return self._part(rows, name) + np.array(self.crossing)[[row.layers[0] for row in rows]]
 

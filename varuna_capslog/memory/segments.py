@@ -326,17 +326,17 @@ def treated(
     # a recomputed first segment keeps its inputs themselves; an offloaded input comes back as another tensor
     input_read = start.read if start.kept and not start.part.offloads else 0
     input_kept = start.stays if start.part.recomputes else input_read
-    again = max(
+    rerun_number = max(
         (number for number, (segment, _) in enumerate(segments) if segment.kept and segment.part.recomputes), default=-1
     )
-    again = again if recomputed else -1
+    rerun_number = rerun_number if recomputed else -1
     sums, works = Sums(), []
     for number, (segment, beside) in enumerate(segments):
-        sums = sums._replace(forward=0).behind(segment, beside, later, number == again)
+        sums = sums._replace(forward=0).behind(segment, beside, later, number == rerun_number)
         works.append(sums.forward)
     rerun = grown = 0
-    if again >= 0:
-        segment, beside = segments[again]
+    if rerun_number >= 0:
+        segment, beside = segments[rerun_number]
         rerun, grown = (
             segment.rerun(),
             segment.rebuilt(beside, later) - segment.waits(beside) - segment.returned(beside, later),
@@ -352,7 +352,7 @@ def treated(
         host=int(sums.host),
         recompute=int(rerun),
         grown=int(grown),
-        input_kept_then=input_read if again == 0 else input_kept,
+        input_kept_then=input_read if rerun_number == 0 else input_kept,
         backward=int(sums.backward),
         first_backward=int(sums.first_backward),
         halves=halves if split else None,

@@ -81,8 +81,8 @@ def model(
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        lack = "holds no config.json" if folder.is_dir() else "is no folder"
-        raise CapslogError(f"--hf {path} {lack}; give the local folder of a Hugging Face model")
+        problem = "holds no config.json" if folder.is_dir() else "is no folder"
+        raise CapslogError(f"--hf {path} {problem}; give the local folder of a Hugging Face model")
     with needed("--hf"):
         import transformers
     config = _config(transformers, folder, changes)
@@ -202,8 +202,8 @@ def most_tokens(path: str, changes: Mapping[str, Any]) -> int | None:
 
 
 def _most_tokens(config: Any) -> int | None:
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else None
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
@@ -252,7 +252,7 @@ def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> 
     dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
     inputs: dict[str, Tensor] = {}
     if main == "input_ids" or "input_ids" in names:
-        inputs["input_ids"] = _tokens(path, made, sequence, told=main == "input_ids")
+        inputs["input_ids"] = _tokens(path, made, sequence, strict=main == "input_ids")
     if main == "pixel_values":
         inputs["pixel_values"] = torch.zeros(1, _channels(config), *_image_size(path, config), dtype=dtype)
     elif trains and "pixel_values" in names and (size := _size_of_pictures(config)):
@@ -267,7 +267,7 @@ def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> 
     if labels is not None:
         inputs["labels"] = labels
     elif "decoder_input_ids" in names and (main != "input_ids" or not trains):
-        inputs["decoder_input_ids"] = _tokens(path, made, sequence, told=False)
+        inputs["decoder_input_ids"] = _tokens(path, made, sequence, strict=False)
     return dict(inputs)
 
 
@@ -313,15 +313,15 @@ def _picture_configs(config: Any) -> list[Any]:
     return [config, *(part for key in _TOWERS if (part := getattr(config, key, None)) is not None)]
 
 
-def _tokens(path: str, made: nn.Module, sequence: int | None, told: bool = True) -> Tensor:
-    """Return token ids of one sequence. told: True: refuse a `sequence` that is too long; False: shorten it."""
-    most = _most_tokens(made.config)
-    if sequence is not None and most is not None and sequence > most and told:
+def _tokens(path: str, made: nn.Module, sequence: int | None, strict: bool = True) -> Tensor:
+    """Return token ids of one sequence. strict: True: refuse a `sequence` that is too long; False: shorten it."""
+    limit = _most_tokens(made.config)
+    if sequence is not None and limit is not None and sequence > limit and strict:
         raise CapslogError(
-            f"--sequence is {sequence}, but the model in {path} takes {most} tokens (max_position_embeddings); give at "
-            f"most that, or raise it with --model-arg max_position_embeddings={sequence}"
+            f"--sequence is {sequence}, but the model in {path} takes {limit} tokens (max_position_embeddings); give "
+            f"at most that, or raise it with --model-arg max_position_embeddings={sequence}"
         )
-    return torch.ones(1, min(sequence or _TOKENS, most or sequence or _TOKENS), dtype=torch.int64)
+    return torch.ones(1, min(sequence or _TOKENS, limit or sequence or _TOKENS), dtype=torch.int64)
 
 
 def _size_of_pictures(config: Any) -> tuple[int, int] | None:

@@ -233,8 +233,8 @@ class InferenceModel(ModelWorkload):
             )
         self.tokens = self._sequence or (counted[0].shape[1] if counted else None)
         if isinstance(model, nn.Module):
-            one = {spec.name: torch.zeros(1, *spec.shape[1:], dtype=spec.dtype) for spec in self._specs}
-            self._caches = layer_caches(model, self.tokens, one)
+            one_sample = {spec.name: torch.zeros(1, *spec.shape[1:], dtype=spec.dtype) for spec in self._specs}
+            self._caches = layer_caches(model, self.tokens, one_sample)
             self._encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
             keep_no_cache(model)
 

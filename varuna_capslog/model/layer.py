@@ -23,12 +23,12 @@ __all__ = [
     "in_training",
     "low_bytes",
     "low_parameters",
-    "of_parts",
     "parts_from_json",
     "put_in_training",
     "put_together",
     "split_table",
     "warning_of_one_sample",
+    "weights_of_parts",
 ]
 
 
@@ -137,7 +137,7 @@ def put_together(parts: Iterable[tuple[Mapping[str, TensorPiece], Mapping[str, A
     return layer_tensors
 
 
-def of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str, Tensor]:
+def weights_of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str, Tensor]:
     """Return the weights by address `<layer>.<name>`; weights of whole layers are divided among the parts."""
     parts, divided = {}, set()
     for layer in layers:
@@ -231,13 +231,13 @@ def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.
 def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
     """Return (bytes that 16-bit parameters add to float32 masters, bytes saved by frozen ones, which have none)."""
     low = low_parameters(module, weights).items()
-    beside = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
-    less = sum(
+    added = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
+    saved = sum(
         parameter.numel() * (parameter.itemsize - dtype.itemsize)
         for parameter, dtype in low
         if not parameter.requires_grad
     )
-    return beside, less
+    return added, saved
 
 
 # -- Keeps modules that a user froze, such as a BatchNorm, in eval mode while the model trains.

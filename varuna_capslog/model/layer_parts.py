@@ -140,8 +140,8 @@ class _Work:
     @property
     def is_mlp(self) -> bool:
         """True for a node that is a whole feed-forward."""
-        alone = not (self.activations or self.softmax or self.normalises or self.has_experts)
-        return self.weights >= 2 and self.active and alone and "convolution" not in self.names
+        has_no_other_part = not (self.activations or self.softmax or self.normalises or self.has_experts)
+        return self.weights >= 2 and self.active and has_no_other_part and "convolution" not in self.names
 
     @property
     def whole(self) -> bool:
@@ -321,16 +321,16 @@ class _Structure:
                 yield {node}
 
     def _attention(self) -> Iterable[set[fx.Node]]:
-        seen: set[fx.Node] = set()
+        visited: set[fx.Node] = set()
         for node, work in self._works.items():
             if work.attends:
                 yield {node}
-            elif work.softmax and node not in seen:
+            elif work.softmax and node not in visited:
                 before = self._nearest([node], lambda node: node.all_input_nodes)
                 behind = self._nearest([node], lambda node: node.users)
                 if before and behind:
                     core = self._between(before, behind)
-                    seen |= core
+                    visited |= core
                     yield core
 
     def _nearest(self, start: Sequence[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:

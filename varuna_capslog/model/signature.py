@@ -72,21 +72,21 @@ class Signatures:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
-        self._alone: dict[int, tuple[object, frozenset[int]]] = {}
+        self._descriptions: dict[int, tuple[object, frozenset[int]]] = {}
 
     def run(self, first: int, end: int) -> tuple[object, ...]:
         """Return the key of layers first .. end-1."""
-        alone = [self._described(layer) for layer in range(first, end)]
-        if len(frozenset().union(*(held for _, held in alone))) < sum(len(held) for _, held in alone):
+        described = [self._described(layer) for layer in range(first, end)]
+        if len(frozenset().union(*(held for _, held in described))) < sum(len(held) for _, held in described):
             return run_signature(self._layers[first:end])
-        return "apart", *(signature for signature, _ in alone)
+        return "apart", *(signature for signature, _ in described)
 
     def _described(self, layer: int) -> tuple[object, frozenset[int]]:
-        if layer not in self._alone:
+        if layer not in self._descriptions:
             description = _Description()
             signature = _of_layer(self._layers[layer], description)
-            self._alone[layer] = signature, description.held
-        return self._alone[layer]
+            self._descriptions[layer] = signature, description.held
+        return self._descriptions[layer]
 
 
 class _Same:

@@ -156,14 +156,14 @@ def code_reads(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any, set[str
     kinds = {base for module in modules for base in type(module).__mro__}
     kinds = {kind for kind in kinds if is_users_file(_file_of(sys.modules.get(kind.__module__)))}
     waiting = [code for kind in kinds for code in _methods(kind)]
-    seen: set[CodeType] = set()
+    visited: set[CodeType] = set()
     attributes: set[str] = set()
     globals_of: dict[str, set[str]] = {}
     while waiting:
         name, code = waiting.pop()
-        if code in seen:
+        if code in visited:
             continue
-        seen.add(code)
+        visited.add(code)
         waiting += [(name, constant) for constant in code.co_consts if isinstance(constant, CodeType)]
         read = set()
         for step in dis.get_instructions(code):

@@ -269,5 +269,5 @@ def _input(ranges: RangeBytes, layer: int) -> int:
 
 
 def _once(ranges: RangeBytes, first: int, end: int) -> int:
-    work = max(ranges.forward(first, end), ranges.backward(first, end, True).most)
+    work = max(ranges.forward(first, end), ranges.backward(first, end, True).peak)
     return ranges.resident(range(first, end)) + work

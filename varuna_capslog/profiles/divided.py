@@ -87,10 +87,10 @@ class _Division:
         rows = [self._row(row) for row in profile.observations]
         first = [row for row in rows if row.condition == rows[0].condition]
         weights = [math.ceil(self._shared(kinds, 3)) for kinds in self._weights]
-        alone = layers_of_runs([layer.name for layer in profile.layers], first, weights)
+        layers_alone = layers_of_runs([layer.name for layer in profile.layers], first, weights)
         layers = tuple(
             dataclasses.replace(layer, **self._seconds(profile.layers[place], [place]))
-            for place, layer in enumerate(alone)
+            for place, layer in enumerate(layers_alone)
         )
         conditions = dict(profile.conditions) | {PARALLEL: dataclasses.asdict(divisors)}
         if UPDATE_RATE in conditions and any(weights):

@@ -384,18 +384,18 @@ class Profile:
         """Grain (microbatches in a call) -> forward seconds and backward seconds of every layer: grain 1, and grains
         for which every layer has a run alone with both seconds. Raises CapslogError as `column`.
         """
-        alone: dict[int, dict[int, Observation]] = {}
+        single_runs: dict[int, dict[int, Observation]] = {}
         for row in self.observations:
             plain = row.variant is None and row.parts is None and row.parallel["kind"] == "none"
             if row.layers[1] - row.layers[0] == 1 and plain:
-                alone.setdefault(row.microbatch_size, {}).setdefault(row.layers[0], row)
+                single_runs.setdefault(row.microbatch_size, {}).setdefault(row.layers[0], row)
         forward, backward = self.column("forward_seconds"), self.column("backward_seconds")
-        calls, usual = {1: (forward, backward)}, alone.get(self.samples(1), {})
+        calls, usual = {1: (forward, backward)}, single_runs.get(self.samples(1), {})
         plain = [usual[layer].forward_seconds for layer in sorted(usual)] == forward  # no variants are chosen
-        for samples, rows in sorted(alone.items()):
-            grain, rest = divmod(samples, self.samples(1))
+        for samples, rows in sorted(single_runs.items()):
+            grain, remainder = divmod(samples, self.samples(1))
             took = [(row.forward_seconds, row.backward_seconds) for _, row in sorted(rows.items())]
-            if plain and grain > 1 and not rest and len(took) == self.num_layers:
+            if plain and grain > 1 and not remainder and len(took) == self.num_layers:
                 known = [(first, second) for first, second in took if first is not None and second is not None]
                 if len(known) == len(took):
                     calls[grain] = [first for first, _ in known], [second for _, second in known]
@@ -524,15 +524,15 @@ def layers_of_runs(
         for key in needed:
             if key not in peak:
                 raise CapslogError(f"no run of layers {list(key)}; M_i and M_a of layer {layer} ({name}) need it")
-        alone = peak[layer, layer + 1]
+        single = peak[layer, layer + 1]
         rows.append(
             LayerProfile(
                 name=name,
-                isolated_bytes=alone.peak_bytes,
+                isolated_bytes=single.peak_bytes,
                 added_bytes=peak[together].peak_bytes - peak[before].peak_bytes if layer else None,
-                boundary_bytes=alone.boundary_out_bytes,
+                boundary_bytes=single.boundary_out_bytes,
                 parameter_bytes=None if parameter_bytes is None else parameter_bytes[layer],
-                **{part: getattr(alone, part) for part in _PARTS_OF_A_RUN},
+                **{part: getattr(single, part) for part in _PARTS_OF_A_RUN},
             )
         )
     return tuple(rows)

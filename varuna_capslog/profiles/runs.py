@@ -210,8 +210,8 @@ def _with_savings(
 
 def _spared(rows: _Rows, layer: int, name: str) -> tuple[float, float]:
     """Return the forward and backward seconds that this layer and the layer before save in one run of both."""
-    alone = text_of([name])
-    parts = rows[(layer - 1, layer), alone], rows[(layer, layer + 1), alone]
+    variant = text_of([name])
+    parts = rows[(layer - 1, layer), variant], rows[(layer, layer + 1), variant]
     pair = rows[(layer - 1, layer + 1), text_of([name, name])]
     forward = sum(row.forward_seconds or 0.0 for row in parts) - (pair.forward_seconds or 0.0)
     backward = sum(row.backward_seconds or 0.0 for row in parts) - (pair.backward_seconds or 0.0)

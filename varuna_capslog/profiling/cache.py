@@ -34,7 +34,7 @@ from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 __all__ = ["cpu_name", "folder", "kept", "load", "model_digest", "store"]
 
 _log = logging.getLogger(__name__)
-_TOLD = (
+_KNOWN_AFTERWARDS = (
     *("profiling", "attention", "seconds", "headroom", "limits"),
     *(UPDATE_RATE, KEPT_WHOLE, LAST_HOLDS, JOINED_PARTS, HYBRID_LETTERS, PART_SECONDS, ONE_MICROBATCH),
 )
@@ -74,9 +74,9 @@ def load(conditions: Mapping[str, Any]) -> Profile | None:
     if _lasting(profile.conditions) != dict(conditions):
         _log.warning("the cached profile %s holds other conditions and is measured again", path)
         return None
-    told = ((row.device, row.action_bytes) for row in profile.observations if row.action_bytes is not None)
+    pairs = ((row.device, row.action_bytes) for row in profile.observations if row.action_bytes is not None)
     if any(
-        actions.moment_bytes is None or (device != "cpu" and actions.lasting_bytes is None) for device, actions in told
+        actions.moment_bytes is None or (device != "cpu" and actions.lasting_bytes is None) for device, actions in pairs
     ):
         return None  # of an earlier version, which did not have these fields
     if profile.source == "estimated" and any(layer.divisible is None for layer in profile.layers):
@@ -107,8 +107,8 @@ def kept(conditions: Mapping[str, Any], model: str, make: Callable[[], Profile])
 
 
 def _lasting(conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conditions without `_TOLD`."""
-    return {key: value for key, value in conditions.items() if key not in _TOLD}
+    """Return the conditions without `_KNOWN_AFTERWARDS`."""
+    return {key: value for key, value in conditions.items() if key not in _KNOWN_AFTERWARDS}
 
 
 def _path(conditions: Mapping[str, Any]) -> Path | None:

@@ -92,7 +92,7 @@ class RunConditions:
         conditions of `Recipe.described`.
         """
         parameters = chain.named_parameters().values()
-        told: dict[str, Any] = {"dtype": self.precision}
+        described: dict[str, Any] = {"dtype": self.precision}
         if self.weights != "float32":
             trained = sum(
                 parameter.nbytes
@@ -100,9 +100,9 @@ class RunConditions:
                 for parameter in layer.module.parameters()
                 if parameter.requires_grad
             )
-            beside = sum(low_bytes(layer.module, self.weights)[0] for layer in chain.layers)
-            told |= {"weights": self.weights, "weight_copies": round(beside / max(1, trained), 4)}
-        return told | self.recipe.described(parameters)
+            weight_bytes = sum(low_bytes(layer.module, self.weights)[0] for layer in chain.layers)
+            described |= {"weights": self.weights, "weight_copies": round(weight_bytes / max(1, trained), 4)}
+        return described | self.recipe.described(parameters)
 
     @property
     def schedule(self) -> str:

@@ -289,10 +289,10 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     }
     if limits := frozenset().union(*(stage.limits for stage in stages)):
         facts["limits"] = sorted(limits)
-    alone = [stage for stage in stages if stage.layers[1] - stage.layers[0] == 1]
+    single_stages = [stage for stage in stages if stage.layers[1] - stage.layers[0] == 1]
     sizes_of_weights = sum(parameter.nbytes for layer in chain.layers for parameter in layer.module.parameters())
     if sizes_of_weights:
-        facts[UPDATE_RATE] = sum(stage.update_seconds for stage in alone) / sizes_of_weights
+        facts[UPDATE_RATE] = sum(stage.update_seconds for stage in single_stages) / sizes_of_weights
     if parts := estimator.conditions.parts:
         facts[PART_SECONDS] = [[layer, list(names), estimator.part_seconds(layer, names)] for layer, names in parts]
     if several:
@@ -304,7 +304,7 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
         facts[ONE_MICROBATCH] = sorted({layer for layers in refused for layer in layers})
     conditions = _key(estimator, sizes, transport) | facts
     profile = profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
-    pairs = zip(profile.layers, alone, strict=True)
+    pairs = zip(profile.layers, single_stages, strict=True)
     layers = tuple(replace(layer, divisible=stage.divisible) for layer, stage in pairs)
     profile = replace(profile, layers=layers, observations=(*profile.observations, *_rows_with_parts(estimator)))
     for larger in several:
@@ -358,7 +358,7 @@ def row_of(estimator: StageEstimator, first: int, end: int, parts: tuple[str, ..
     )
     if parts:
         return replace(row, parts=parts)
-    return one_block.halves(first, end).told(row) if conditions.halves else row
+    return one_block.halves(first, end).added_to(row) if conditions.halves else row
 
 
 def _with_fixed(profile: Profile, several: StageEstimator) -> tuple[TensorRecord, ...]:

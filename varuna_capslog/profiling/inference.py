@@ -72,7 +72,7 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
         )
         for run, forward in zip(runs, forwards, strict=True)
     ]
-    told: dict[str, Any] = {
+    described: dict[str, Any] = {
         PURPOSE: "inference",
         "source": "estimated",
         "device": served.device,
@@ -92,12 +92,12 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
     }
     if any(caches):
         try:
-            told[DECODE_SECONDS] = _decode_seconds(model, caches, served, speed)
+            described[DECODE_SECONDS] = _decode_seconds(model, caches, served, speed)
         except CapslogError as error:  # a plan by bytes does not need these seconds
-            told["decode"] = f"not estimated: {error}"
+            described["decode"] = f"not estimated: {error}"
     if limits := frozenset().union(*(forward.limits for forward in forwards)):
-        told["limits"] = sorted(limits)
-    return profile_of(chain, rows, "estimated", told, specs=specs)
+        described["limits"] = sorted(limits)
+    return profile_of(chain, rows, "estimated", described, specs=specs)
 
 
 def decoding(profile: Profile) -> Profile:

@@ -257,8 +257,8 @@ class Ranks(WorkerGroup):
     """Workers of one launch, each of which is a rank; a failure names the rank's stage."""
 
     def failure(self, worker: int, reason: str | None) -> WorkerFailure:
-        told = f"the process of stage {worker} died" if reason is None else f"stage {worker}: {reason}"
-        return WorkerFailure(None, told)
+        sentence = f"the process of stage {worker} died" if reason is None else f"stage {worker}: {reason}"
+        return WorkerFailure(None, sentence)
 
 
 def _measure_pipeline(pipeline: _Pipeline, workers: Workers) -> tuple[list[Observation], float]:

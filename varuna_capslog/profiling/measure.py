@@ -75,8 +75,8 @@ def profile_config(
         progress,
         order=order,
     )
-    others = None if variants is None else allowed_variants(variants, config.profile.variants)
-    return _profile(workload, conditions, launch, use_cache, others)
+    allowed = None if variants is None else allowed_variants(variants, config.profile.variants)
+    return _profile(workload, conditions, launch, use_cache, allowed)
 
 
 def profile_workload(
@@ -106,8 +106,8 @@ def profile_workload(
     conditions = conditions or RunConditions()
     conditions = replace(conditions, input=shapes_of(workload.profile_inputs(conditions.microbatch_size)))
     launch = _Launch(ReadyValue(workload), workers, threads, progress, free_bytes, order)
-    others = None if variants is None else allowed_variants(variants)
-    return _profile(workload, conditions, launch, use_cache=False, variants=others)
+    allowed = None if variants is None else allowed_variants(variants)
+    return _profile(workload, conditions, launch, use_cache=False, variants=allowed)
 
 
 ORDERS = ("packed", "capslog", "mcap")
@@ -141,15 +141,15 @@ def _profile(
     if launch.workers < 1:
         raise CapslogError(f"workers={launch.workers}; at least one process must measure")
     chain = skeleton(workload)
-    others = [] if variants is None or chain.factories is not None else variant_runs(chain, variants)
+    varied = [] if variants is None or chain.factories is not None else variant_runs(chain, variants)
     clock = LaunchTimes()
     described = _describe(workload, chain, conditions, launch)
-    if others:
-        described |= {"variants": _digests(workload, others), **joined_variants(others)}
+    if varied:
+        described |= {"variants": _digests(workload, varied), **joined_variants(varied)}
 
     def measured() -> Profile:
         with failures_named([layer.name for layer in chain.layers]):
-            rows, more, specs = _Runs(workload, chain, conditions, launch, others).launched(clock)
+            rows, more, specs = _Runs(workload, chain, conditions, launch, varied).launched(clock)
         taken = {**described, "profiling": clock.report(launch.order, launch.workers)}
         profile = profile_of(chain, rows, "measured", taken, launch.order == "mcap", specs)
         return replace(profile, observations=(*profile.observations, *more))
@@ -157,9 +157,9 @@ def _profile(
     return cache.kept(described, chain.name, measured) if use_cache else measured()
 
 
-def _digests(workload: Workload, others: Sequence[VariantRun]) -> dict[str, str]:
+def _digests(workload: Workload, varied: Sequence[VariantRun]) -> dict[str, str]:
     """Name of every variant in the profile -> digest of a model that uses it: variants may be third-party code."""
-    single = {run.names[0]: run.chain for run in others if len(run.names) == 1}
+    single = {run.names[0]: run.chain for run in varied if len(run.names) == 1}
     return {name: cache.model_digest(workload, chain) for name, chain in sorted(single.items())}
 
 
@@ -167,7 +167,7 @@ _Rows = list[Observation]
 
 
 class _Runs:
-    """Runs of one profile, and their launch. others: the runs with variants."""
+    """Runs of one profile, and their launch. varied: the runs with variants."""
 
     def __init__(
         self,
@@ -175,14 +175,14 @@ class _Runs:
         chain: Chain,
         conditions: RunConditions,
         launch: _Launch,
-        others: Sequence[VariantRun],
+        varied: Sequence[VariantRun],
     ) -> None:
-        self._chain, self._conditions, self._launch, self._others = chain, conditions, launch, others
+        self._chain, self._conditions, self._launch, self._varied = chain, conditions, launch, varied
         self._inputs, self._goal = (
             workload.profile_inputs(conditions.microbatch_size),
             workload.profile_targets(conditions.microbatch_size),
         )
-        packed, size = launch.order == "packed", len(stage_runs(len(chain))) + len(others)
+        packed, size = launch.order == "packed", len(stage_runs(len(chain))) + len(varied)
         self._count = min(launch.workers, size) if packed else launch.workers
         self._workers = Workers(
             launch.source,
@@ -207,8 +207,8 @@ class _Runs:
                 self._chain, specs, conditions.device, types[0], conditions.blocks, conditions.recipe, types[1]
             )
             plain = [self._task(bounds, specs, run) for run in runs]
-            work = [variant_run.work(specs) for variant_run in self._others]
-            first = dict(zip(reversed(work), reversed(self._others), strict=True))
+            work = [variant_run.work(specs) for variant_run in self._varied]
+            first = dict(zip(reversed(work), reversed(self._varied), strict=True))
             more = [
                 self._task(bounds, specs, (variant_run.first, variant_run.end), variant_run)
                 for variant_run in first.values()
@@ -224,7 +224,7 @@ class _Runs:
             with self._workers.group(self._count) as group:
                 row_of |= in_one_launch(_largest_first(more), group, self._workers, clock, progress)
         rows = []
-        for key, variant_run in zip(work, self._others, strict=True):
+        for key, variant_run in zip(work, self._varied, strict=True):
             alike = first[key]
             row = row_of[alike.first, alike.end, text_of(alike.names)]
             rows.append(replace(row, layers=(variant_run.first, variant_run.end), variant=text_of(variant_run.names)))
@@ -326,9 +326,9 @@ class WholeRuns:
             for names_of_choice in turns[number % len(turns) :] + turns[: number % len(turns)]:
                 run = TrimmedRun(0, size, size, tuple(self._specs), targets, normalisers, names_of_choice)
                 with failures_named(self._names):
-                    told = in_one_launch(
+                    rows = in_one_launch(
                         [(run, self._bound)], self._group, self._workers, LaunchTimes(), lambda *_: None
                     )
-                row = told[run.key]
+                row = rows[run.key]
                 seconds_of[names_of_choice].append((row.forward_seconds or 0.0) + (row.backward_seconds or 0.0))
         return [seconds_of[names_of_choice] for names_of_choice in names]

@@ -73,7 +73,7 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
 def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[int]:
     """Return peak bytes of every rank. One of equal ranks is rehearsed, with few microbatches that show its peak."""
     conditions = estimator.conditions
-    if not Quirks(conditions.device).has("host staging") or not ShortSteps.know(layout, options):
+    if not Quirks(conditions.device).has("host staging") or not ShortSteps.apply_to(layout, options):
         return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
     waits = any(stage.memory is not None for stage in layout.stages)
     short = ShortSteps(

@@ -191,7 +191,7 @@ class ShortSteps:
         self._programs = cache(self._lowered)
 
     @staticmethod
-    def know(layout: Layout, options: EngineOptions) -> bool:
+    def apply_to(layout: Layout, options: EngineOptions) -> bool:
         """True for one pipeline of one stage per rank, without offloading, explicit action lists or direct routes."""
         one_each = [stage.rank for stage in layout.stages] == list(range(len(layout.stages)))
         plain = all(stage.grain == 1 and not stage.offloads for stage in layout.stages)

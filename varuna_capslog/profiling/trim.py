@@ -26,7 +26,7 @@ from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors, storages_of
-from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, LossFunction, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.capture.python_calls import WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
@@ -55,10 +55,10 @@ __all__ = [
     "dummy_options",
     "measure_run",
     "observe",
-    "play_neighbours",
     "program",
     "real_parameter",
     "real_tensors",
+    "run_neighbours",
     "skeleton",
     "with_real_layers",
 ]
@@ -134,7 +134,7 @@ def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 # -- The programs of both ranks of a trimmed pipeline: the measured rank, and the rank in place of its neighbours.
 #
-# `measure_run` and `play_neighbours` execute them; an estimate executes the measured rank's on fake tensors.
+# `measure_run` and `run_neighbours` execute them; an estimate executes the measured rank's on fake tensors.
 
 
 MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
@@ -234,7 +234,7 @@ class TrimmedRun:
 # -- the trimmed pipeline
 
 
-class _HandOn(nn.Module):
+class _PassThrough(nn.Module):
     """Dummy stage, which passes its tensors on. It holds parameters that the run shares with layers elsewhere."""
 
     def __init__(self, shared: Sequence[nn.Parameter] = ()) -> None:
@@ -294,9 +294,9 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
     built = [replace(old, module=new) for old, new in zip(layers, modules, strict=True)]
     enters, leaves = chain.crossing(run.first), chain.crossing(run.end)
     if run.has_upstream:
-        built.insert(0, Layer("dummy.before", _HandOn([] if run.has_downstream else held), enters, enters))
+        built.insert(0, Layer("dummy.before", _PassThrough([] if run.has_downstream else held), enters, enters))
     if run.has_downstream:
-        built.append(Layer("dummy.after", _HandOn(held), leaves, leaves))
+        built.append(Layer("dummy.after", _PassThrough(held), leaves, leaves))
     return Chain(built, enters, leaves, chain.name)
 
 
@@ -383,7 +383,7 @@ class TrimmedPipeline:
 # -- steps
 
 
-def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, communicator: Communicator) -> None:
+def run_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, communicator: Communicator) -> None:
     """Stand in for the neighbours of `measure_run`: send and receive their stages' messages from host memory."""
     if not run.has_upstream and not run.has_downstream:
         return
@@ -422,11 +422,11 @@ def measure_run(
     loss = loss if not run.has_downstream else dummy_loss
 
     def ready(halves: bool) -> tuple[PipelineEngine, MeasuredStage, Minibatch, TrimmedRun]:
-        pipeline, seen = TrimmedPipeline.of(chain, run, conditions, True, halves=halves), MeasuredStage()
-        return pipeline.engine(loss, communicator, device, observer=seen), seen, pipeline.minibatch, run
+        pipeline, observer = TrimmedPipeline.of(chain, run, conditions, True, halves=halves), MeasuredStage()
+        return pipeline.engine(loss, communicator, device, observer=observer), observer, pipeline.minibatch, run
 
     row = observe(*ready(halves=False), conditions)
-    return _observe_halves(*ready(halves=True)).told(row) if conditions.halves else row
+    return _observe_halves(*ready(halves=True)).added_to(row) if conditions.halves else row
 
 
 def observe(
@@ -456,9 +456,9 @@ def observe(
         meter.count_static()
         weights.count_gradients()
 
-    with measured.weighed_by(probe) as seen, probe:
+    with measured.weighed_by(probe) as weighed, probe:
         train_step(engine, 2, minibatch, load, before_commit=count)
-    for (kind, stage, context, residue), window in zip(seen, probe.windows, strict=True):
+    for (kind, stage, context, residue), window in zip(weighed, probe.windows, strict=True):
         weights.add(kind, stage, context, window, residue.statistics)
     with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
@@ -478,9 +478,9 @@ def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: 
 
     train_step(engine, 1, minibatch, load)
     weights, probe = HalfWeights(), ActionProbe(engine.device, resident_tensors(engine.layers, engine.optimizer))
-    with measured.weighed_by(probe) as seen, probe:
+    with measured.weighed_by(probe) as weighed, probe:
         train_step(engine, 2, minibatch, load)
-    for (kind, stage, context, residue), window in zip(seen, probe.windows, strict=True):
+    for (kind, stage, context, residue), window in zip(weighed, probe.windows, strict=True):
         weights.add(kind, stage, context, window, residue)
     meter = StageMeter(engine.device, list)
     with measured.watching(meter):
@@ -502,7 +502,7 @@ def _dummy(spec: TensorSpec) -> Tensor:
     return tensor.fill_(spec.dtype != torch.bool)
 
 
-_Seen = tuple[str, Stage, MicrobatchContext, ActionResidue]
+_WeighedAction = tuple[str, Stage, CallContext, ActionResidue]
 
 
 class MeasuredStage(Observer):
@@ -515,16 +515,16 @@ class MeasuredStage(Observer):
         self._meter: StageMeter | None = None
         self._own: list[Tensor] | None = None
         self._probe: ActionProbe | None = None
-        self._seen: list[_Seen] = []
+        self._weighed: list[_WeighedAction] = []
 
     @contextlib.contextmanager
-    def weighed_by(self, probe: ActionProbe) -> Iterator[list[_Seen]]:
+    def weighed_by(self, probe: ActionProbe) -> Iterator[list[_WeighedAction]]:
         """Let the probe record every action of the block; yield the list of these actions, in the order of its windows,
         with the bytes that remain after each (`weighing.ActionResidue`).
         """
-        self._probe, self._seen = probe, []
+        self._probe, self._weighed = probe, []
         try:
-            yield self._seen
+            yield self._weighed
         finally:
             self._probe = None
 
@@ -539,7 +539,7 @@ class MeasuredStage(Observer):
         finally:
             self._meter = self._own = None
 
-    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+    def working(self, kind: str, stage: Stage, context: CallContext) -> AbstractContextManager[None]:
         if self._probe is not None:
             return self._weighing(self._probe, kind, stage, context)
         if self._meter is None:
@@ -549,15 +549,13 @@ class MeasuredStage(Observer):
         return contextlib.nullcontext() if kind == "R" else self._meter.timing(_TIMED[kind])
 
     @contextlib.contextmanager
-    def _weighing(self, probe: ActionProbe, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+    def _weighing(self, probe: ActionProbe, kind: str, stage: Stage, context: CallContext) -> Iterator[None]:
         with probe.action():
             yield
-        self._seen.append((kind, stage, context, ActionResidue.of(kind, stage, context)))
+        self._weighed.append((kind, stage, context, ActionResidue.of(kind, stage, context)))
 
     @contextlib.contextmanager
-    def _saving(
-        self, meter: StageMeter, resident: list[Tensor], stage: Stage, context: MicrobatchContext
-    ) -> Iterator[None]:
+    def _saving(self, meter: StageMeter, resident: list[Tensor], stage: Stage, context: CallContext) -> Iterator[None]:
         microbatch = context.index
         sources = lambda: stage.kept(microbatch), lambda: stage.entries(microbatch), lambda: stage.in_loss
         with meter.saving(storages_of(resident), *sources):

@@ -265,7 +265,7 @@ def _arguments(read: Sequence[TensorSpec], drawn: bool) -> Iterator[Tensor]:
     """Yield arguments: floats around 0; bools that are True in the last quarter, as masks hide, or show, a part;
     integers from 1 to the smallest size of at least `_LEAST_LIMIT` if they are `drawn`, else ones.
     """
-    most = min((size for spec in read for size in spec.shape if size >= _LEAST_LIMIT), default=1)
+    limit = min((size for spec in read for size in spec.shape if size >= _LEAST_LIMIT), default=1)
     for spec in read:
         value = dummy_inputs({"": spec})[""]
         if spec.dtype.is_floating_point:
@@ -273,7 +273,7 @@ def _arguments(read: Sequence[TensorSpec], drawn: bool) -> Iterator[Tensor]:
         elif spec.dtype == torch.bool and value.dim():
             value[..., value.shape[-1] - value.shape[-1] // 4 :] = True
         elif spec.dtype != torch.bool and drawn:
-            value.random_(1, most + 1)
+            value.random_(1, limit + 1)
         yield value.requires_grad_(spec.requires_grad)
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from varuna_capslog import accelerator
-from varuna_capslog.engine.offload import leaves
+from varuna_capslog.engine.offload import offloadable
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations, storage_bytes, storages_of
-from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, Stage
 from varuna_capslog.profiles.record import HALVES, ActionBytes, Observation
 
 __all__ = ["ActionProbe", "ActionResidue", "ActionWeights", "HalfWeights", "Halves", "Window"]
@@ -33,7 +33,7 @@ class Window(NamedTuple):
     """Live bytes before an action, their peak during the action, and live bytes after it."""
 
     before: int
-    most: int
+    peak: int
     after: int
 
 
@@ -49,14 +49,14 @@ class ActionResidue(NamedTuple):
     seeds: int = 0
 
     @classmethod
-    def of(cls, kind: str, stage: Stage, context: MicrobatchContext) -> ActionResidue:
+    def of(cls, kind: str, stage: Stage, context: CallContext) -> ActionResidue:
         """Return the bytes after an action of this kind."""
         statistics = storage_bytes(stage.statistics(context.index))
         if kind != "I":
             return cls(statistics)
-        rests = stage.rests(context.index)
-        noted = storages_of([gradient for ends in rests for gradient in ends.gradients])
-        return cls(statistics, sum(noted.values()), sum(noted.get(key, 0) for ends in rests[:1] for key in ends.seeds))
+        halves = stage.weight_halves(context.index)
+        noted = storages_of([gradient for half in halves for gradient in half.gradients])
+        return cls(statistics, sum(noted.values()), sum(noted.get(key, 0) for half in halves[:1] for key in half.seeds))
 
 
 class ActionWeights:
@@ -69,21 +69,21 @@ class ActionWeights:
     def __init__(self, engine: PipelineEngine, block_bytes: int = 1) -> None:
         self._engine, self._block_bytes = engine, block_bytes
         self._rows = engine.options.actions or ()
-        self._most = dict.fromkeys(("forward", "bare", "backward", "first_backward"), 0)
+        self._peaks = dict.fromkeys(("forward", "bare", "backward", "first_backward"), 0)
         self._gradient_bytes = self._moment_bytes = self._statistics_bytes = self._output_bytes = 0
         self._graph_bytes: int | None = None
         self._separate_bytes: int | None = None
 
-    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, statistics: int) -> None:
+    def add(self, kind: str, stage: Stage, context: CallContext, window: Window, statistics: int) -> None:
         """Add one action. `statistics`: bytes that remain after a forward of this microbatch until the commit."""
         first, last = context.index == 0, stage.ends_in_loss
         name = "first_backward" if first else "backward"
         if kind != "B":
-            again = f"{stage.index}R{context.index}"
-            name = "bare" if kind == "F" and any(again in row for row in self._rows) else "forward"
+            recompute = f"{stage.index}R{context.index}"
+            name = "bare" if kind == "F" and any(recompute in row for row in self._rows) else "forward"
         statistics = statistics if kind == "F" else 0
         self._statistics_bytes = max(self._statistics_bytes, statistics)
-        self._most[name] = max(self._most[name], window.most - window.before - statistics)
+        self._peaks[name] = max(self._peaks[name], window.peak - window.before - statistics)
         ends = [[context.specs[value] for value in row] for row in (stage.ports.enters, stage.ports.leaves)]
         if first and kind == "F" and name == "forward" and not last:
             before, self._output_bytes = (sum(spec.num_bytes for spec in specs) for specs in ends)
@@ -97,7 +97,7 @@ class ActionWeights:
         parameters = [parameter for layer in self._engine.layers for parameter in layer.parameters.values()]
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         self._gradient_bytes = storage_bytes(gradients, self._block_bytes)
-        self._moment_bytes = storage_bytes(tensor for tensor in self._engine.optimizer.resident() if leaves(tensor))
+        self._moment_bytes = storage_bytes(filter(offloadable, self._engine.optimizer.resident()))
 
     def result(self, update_bytes: int, meter: StageMeter, lasting_bytes: int | None) -> ActionBytes:
         """Return the bytes of each action.
@@ -108,11 +108,11 @@ class ActionWeights:
         graph = meter.saved_bytes if self._graph_bytes is None else self._graph_bytes
         shared = 0 if self._separate_bytes is None else graph + self._output_bytes - self._separate_bytes
         # where every forward kept its graph, a forward without a graph needs no more; frozen layers have no graph
-        bare, kept = self._most["bare"], self._most["forward"]
-        most = {f"{name}_bytes": size for name, size in self._most.items()}
-        most |= {"bare_bytes": bare or kept, "forward_bytes": max(bare, kept)}
+        bare, kept = self._peaks["bare"], self._peaks["forward"]
+        peaks = {f"{name}_bytes": size for name, size in self._peaks.items()}
+        peaks |= {"bare_bytes": bare or kept, "forward_bytes": max(bare, kept)}
         return ActionBytes(
-            **most,
+            **peaks,
             update_bytes=max(0, update_bytes),
             gradient_bytes=self._gradient_bytes,
             shared_bytes=min(self._output_bytes, max(0, shared)),
@@ -141,7 +141,7 @@ class Halves:
     input_seconds: float
     weight_seconds: float
 
-    def told(self, row: Observation) -> Observation:
+    def added_to(self, row: Observation) -> Observation:
         """Return `row`, of the same stage, with these bytes and seconds added."""
         actions = row.action_bytes
         if actions is not None:
@@ -163,7 +163,7 @@ class HalfWeights:
         self._ends = 0
         self._noted = (0, 0)
 
-    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, residue: ActionResidue) -> None:
+    def add(self, kind: str, stage: Stage, context: CallContext, window: Window, residue: ActionResidue) -> None:
         """Add one action, unless it is no half of a backward. residue: bytes that remain after the action."""
         if kind not in "IW":
             return
@@ -181,13 +181,13 @@ class HalfWeights:
         The second W frees all that was held. Where the first I frees less than the second, the tensors that the first I
         made also count as held: in a part that torch differentiates as a whole, I makes the parameters' gradients.
         """
-        most = {key: window.most - window.before for key, window in self._windows.items()}
-        gone = {key: window.before - window.after for key, window in self._windows.items()}
-        graph = gone["I", 1] + gone["W", 1] + self._ends
-        held = max(0, gone["W", 1], graph - gone["I", 0] - self._ends)
-        inputs = max(size for (kind, _), size in most.items() if kind == "I")
-        later = max(size for (kind, number), size in most.items() if kind == "W" and number)
-        return Halves(max(0, inputs), later, most["W", 0], *self._noted, held, input_seconds, weight_seconds)
+        peaks = {key: window.peak - window.before for key, window in self._windows.items()}
+        freed = {key: window.before - window.after for key, window in self._windows.items()}
+        graph = freed["I", 1] + freed["W", 1] + self._ends
+        held = max(0, freed["W", 1], graph - freed["I", 0] - self._ends)
+        inputs = max(size for (kind, _), size in peaks.items() if kind == "I")
+        later = max(size for (kind, number), size in peaks.items() if kind == "W" and number)
+        return Halves(max(0, inputs), later, peaks["W", 0], *self._noted, held, input_seconds, weight_seconds)
 
 
 class ActionProbe(PeakProbe):
@@ -204,8 +204,8 @@ class ActionProbe(PeakProbe):
         self.lasting_bytes: int | None = None
         if device.type != "cpu":
             gc.collect()  # frees layers of an earlier run, which would count in this run's peak
-            there = storage_bytes(tensor for tensor in held if tensor.device.type == device.type)
-            self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - there)
+            held_bytes = storage_bytes(tensor for tensor in held if tensor.device.type == device.type)
+            self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - held_bytes)
         self._highest = 0
         self.windows: list[Window] = []
         self.end_bytes = 0
@@ -221,8 +221,8 @@ class ActionProbe(PeakProbe):
         self._since_reset()
         before = accelerator.allocated_bytes(self._device)
         yield
-        most = self._since_reset()
-        self.windows.append(Window(before, most, accelerator.allocated_bytes(self._device)))
+        peak = self._since_reset()
+        self.windows.append(Window(before, peak, accelerator.allocated_bytes(self._device)))
 
     def __exit__(self, *raised: Any) -> None:
         profile, held = self._profile, dict(self._held)
@@ -234,10 +234,10 @@ class ActionProbe(PeakProbe):
 
     def _since_reset(self) -> int:
         """Return the peak since the last call, on accelerators."""
-        most = accelerator.peak_bytes(self._device)
-        self._highest = max(self._highest, most)
+        peak = accelerator.peak_bytes(self._device)
+        self._highest = max(self._highest, peak)
         accelerator.reset_peak(self._device)
-        return most
+        return peak
 
     def _read(self, tree: Any, held: dict[int, int]) -> None:
         """Read the windows between the marks from all allocations, on the CPU."""
@@ -253,17 +253,17 @@ class ActionProbe(PeakProbe):
         course += [(begin, 0, number, 0) for number, (begin, _) in marks.items()]
         course += [(end, 2, number, 0) for number, (_, end) in marks.items()]
         live, current = dict(held), sum(held.values())
-        most, before = current, 0
+        peak, before = current, 0
         for _, kind, key, size in sorted(course, key=lambda moment: moment[:2]):
             if kind == 0:
-                before = most = current
+                before = peak = current
             elif kind == 2:
-                self.windows[key] = Window(before, most, current)
-                most = current
+                self.windows[key] = Window(before, peak, current)
+                peak = current
             else:
                 current -= live.pop(key, 0)
                 if size > 0:
                     live[key] = size
                     current += size
-                    most = max(most, current)
-        self.end_bytes = most
+                    peak = max(peak, current)
+        self.end_bytes = peak

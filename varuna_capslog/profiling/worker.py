@@ -37,7 +37,7 @@ from varuna_capslog.profiling.trim import (
     NEIGHBOUR_RANK,
     TrimmedRun,
     measure_run,
-    play_neighbours,
+    run_neighbours,
     skeleton,
 )
 
@@ -298,7 +298,7 @@ def _engine_roles(
 
     def neighbour() -> Play:
         communicator = connect(NEIGHBOUR_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
-        return lambda run, conditions: play_neighbours(chain, run, conditions, communicator)
+        return lambda run, conditions: run_neighbours(chain, run, conditions, communicator)
 
     return measured, [neighbour]
 
@@ -340,8 +340,8 @@ def cause_of_loss(lost: PeerLost, neighbours: Sequence[tuple[BaseProcess, Connec
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is not None:
                 return f"{lost}; the process that plays its neighbours {_how_it_ended(process.exitcode)}"
-    seen = [text for kind, text in messages if kind == "lost"]
-    return "; ".join([str(lost), *(f"its neighbour says: {text}" for text in seen)])
+    reasons = [text for kind, text in messages if kind == "lost"]
+    return "; ".join([str(lost), *(f"its neighbour says: {text}" for text in reasons)])
 
 
 def _last_message(pipe: Connection, deadline: float) -> tuple[str | None, str]:

@@ -192,21 +192,21 @@ def best_checkpoint(folder: Path) -> Checkpoint:
     return latest
 
 
-def prune(folder: Path, keep: int, spare: Iterable[int] = (), beside: bool = False) -> None:
+def prune(folder: Path, keep: int, spare: Iterable[int] = (), in_thread: bool = False) -> None:
     """Remove old checkpoints, except the `keep` newest and the steps in `spare`, and leftovers of interrupted writes.
 
-    beside: rename them now, and delete them in a thread, which for large files may take a second.
+    in_thread: rename them now, and delete them in a thread, which for large files may take a second.
     """
     spared = {f"step-{step:08d}" for step in spare}
     removed = [path for path in sorted(folder.glob("step-*"))[:-keep] if path.name not in spared]
     removed += folder.glob(".partial-*")
-    if beside and removed:
+    if in_thread and removed:
         with contextlib.suppress(OSError):
             # if the process ends first, the next call removes this folder as a leftover
-            away = Path(tempfile.mkdtemp(prefix=".partial-removed-", dir=folder))
+            removed_folder = Path(tempfile.mkdtemp(prefix=".partial-removed-", dir=folder))
             for path in removed:
-                os.replace(path, away / path.name)
-            thread = OwnedThread("old checkpoints", shutil.rmtree, logged, away, True)
+                os.replace(path, removed_folder / path.name)
+            thread = OwnedThread("old checkpoints", shutil.rmtree, logged, removed_folder, True)
             thread.daemon = False  # the process does not exit before they are deleted
             thread.start()
             return

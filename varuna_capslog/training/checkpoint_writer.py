@@ -94,13 +94,13 @@ class CheckpointWriter:
         """Seconds since this checkpoint was begun."""
         return time.monotonic() - self._began
 
-    def sealed(self, ballot: bytes) -> bytes:
+    def marked(self, ballot: bytes) -> bytes:
         """Ballot, marked if this rank has written its part."""
         return _WRITTEN + ballot if self._writing is not None and self._writing.done() else ballot
 
     @staticmethod
-    def opened(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], bool]:
-        """Return the ballots without the marks of `sealed`, and True if all ranks have written."""
+    def unmarked(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], bool]:
+        """Return the ballots without the marks of `marked`, and True if all ranks have written."""
         plain = tuple(ballot.removeprefix(_WRITTEN) for ballot in ballots)
         return plain, all(ballot.startswith(_WRITTEN) for ballot in ballots)
 

@@ -120,13 +120,13 @@ class Feed:
         self.steps_per_epoch = len(source) // minibatch_size
         check_samples(len(source), minibatch_size)
         reads = isinstance(source, ReadingSource)
-        self._asked = Counter([*local, *judged] if reads else local)
-        self._order = sorted(self._asked)
+        self._requests = Counter([*local, *judged] if reads else local)
+        self._order = sorted(self._requests)
         self._ahead = source.ahead if isinstance(source, ReadingSource) else _AHEAD
         self._described = functools.lru_cache(maxsize=4)(self._describe)
         self._ordered = functools.lru_cache(maxsize=1)(self._shuffled)
         self._loads: dict[tuple[int, int], Reading] = {}
-        self._left: Counter[int] = Counter()
+        self._requests_left: Counter[int] = Counter()
         self._pool = ThreadPoolExecutor(_THREADS, "load") if self._order and not reads else None
         self._waited = 0.0
         self._failure: str | None = None
@@ -155,7 +155,7 @@ class Feed:
 
     def begin(self, step: int) -> None:
         """Begin a step: start to load its first microbatches for this rank."""
-        self._left = self._asked.copy()
+        self._requests_left = self._requests.copy()
         self._loads = {key: load for key, load in self._loads.items() if key[0] >= step}
         if self._ahead and self._order:
             self._read_ahead(step, self._order[0])
@@ -197,8 +197,8 @@ class Feed:
         key = step, microbatch
         if key not in self._loads:
             self._loads[key] = self._begun(key)
-        self._left[microbatch] -= 1
-        reading = self._loads[key] if self._left[microbatch] > 0 else self._loads.pop(key)
+        self._requests_left[microbatch] -= 1
+        reading = self._loads[key] if self._requests_left[microbatch] > 0 else self._loads.pop(key)
         began = time.perf_counter()
         try:
             with self._watch.waiting(self.minibatch(step), microbatch):
@@ -208,7 +208,7 @@ class Feed:
 
     def _read_ahead(self, step: int, microbatch: int) -> None:
         """Begin to load the microbatches that are requested next, from this one on."""
-        upcoming = ((step, index) for index in self._order if index >= microbatch and self._left[index])
+        upcoming = ((step, index) for index in self._order if index >= microbatch and self._requests_left[index])
         following = ((step + 1, index) for index in self._order)
         for key in [*upcoming, *following][: self._ahead]:
             if key not in self._loads:

@@ -33,8 +33,8 @@ __all__ = [
     "Journal",
     "RecentSteps",
     "check_loggers",
+    "evaluated_steps",
     "goodness",
-    "judged_steps",
     "peak_record",
     "score_line",
     "step_bar",
@@ -391,7 +391,7 @@ class Journal:
         self._loggers.close()
 
 
-def judged_steps(run_dir: Path) -> list[int]:
+def evaluated_steps(run_dir: Path) -> list[int]:
     """Return the steps of the evaluations in a run's folder, in the order of the file."""
     path = run_dir / "evaluations.jsonl"
     rows = files.read_jsonl(path) if path.exists() else []

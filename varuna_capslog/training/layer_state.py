@@ -269,8 +269,8 @@ class Follower(StateFollower):
         if kind != "statistics" or not self.layer.statistics:
             return False
         microbatch, call, module = map(int, name.split("/"))
-        seen = BatchStatistics(module, tensor.to(self.layer.device))
-        self._statistics.setdefault(microbatch, {})[call] = seen
+        batch = BatchStatistics(module, tensor.to(self.layer.device))
+        self._statistics.setdefault(microbatch, {})[call] = batch
         return True
 
     def _step(self, step: int, scale: float) -> None:

@@ -27,7 +27,7 @@ from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.training.checkpoint import prune
 from varuna_capslog.training.checkpoint_writer import CheckpointWriter, HostCopies
 from varuna_capslog.training.feed import DataWatch, Feed, evaluation_groups
-from varuna_capslog.training.journal import Journal, goodness, judged_steps, peak_record, step_record
+from varuna_capslog.training.journal import Journal, evaluated_steps, goodness, peak_record, step_record
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.manifest import read_best, run_constants
 from varuna_capslog.training.run_setup import RunSetup
@@ -47,7 +47,7 @@ class Boundaries:
         self._setup, self._log, self._watch = setup, log, watch
         self._val: Any = None  # opened at the first evaluation
         self._engine: Engine  # of the current generation
-        self._generation = self._base = self._judged = 0
+        self._generation = self._base = self._evaluated = 0
         self._named = 0  # newest step whose checkpoint is complete
         self._saving: CheckpointWriter | None = None  # of the checkpoint in progress
         self._copies = HostCopies()
@@ -62,11 +62,11 @@ class Boundaries:
         self.end()
         self._engine, self._generation, self._base = engine, generation, base
         self._named = base if saved else self._named if self._named <= base else 0
-        self._judged = self._judged if self._judged <= base else 0
+        self._evaluated = self._evaluated if self._evaluated <= base else 0
         self._best = read_best(self._setup.checkpoints) if base else None
         best_step = 0 if self._best is None else self._best[1]
-        judged = judged_steps(self._setup.run_dir) if base else []
-        self._without_better = {step for step in judged if best_step < step <= base}
+        evaluated = evaluated_steps(self._setup.run_dir) if base else []
+        self._without_better = {step for step in evaluated if best_step < step <= base}
         # files of an earlier generation may still be incomplete, or not yet visible on another host
         self._counts_alike = not (base and self._setup.config.elastic.enabled)
 
@@ -78,13 +78,13 @@ class Boundaries:
         self._copies = HostCopies()  # the old copies may still be read by the thread of the given-up checkpoint
         self._all_written = False
 
-    def sealed(self, ballot: bytes) -> bytes:
+    def marked(self, ballot: bytes) -> bytes:
         """Ballot, marked if this rank has written its part of a checkpoint."""
-        return ballot if self._saving is None else self._saving.sealed(ballot)
+        return ballot if self._saving is None else self._saving.marked(ballot)
 
-    def opened(self, ballots: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return the ballots without the marks of `sealed`."""
-        plain, self._all_written = CheckpointWriter.opened(ballots)
+    def unmarked(self, ballots: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Return the ballots without the marks of `marked`."""
+        plain, self._all_written = CheckpointWriter.unmarked(ballots)
         return plain
 
     @property
@@ -108,24 +108,24 @@ class Boundaries:
         """
         train = self._setup.config.train
         self._verify(step)
-        completed = self._complete(beside=True) if self._all_written else None
-        again = self._agree(step) if step == self._base > 0 else False
-        judges = _due(train.evaluate_every, step) and self._judged < step
-        if judges or again or _due(train.checkpoint_every, step) or (save and step > 0):
+        completed = self._complete(in_thread=True) if self._all_written else None
+        must_rewrite = self._agree(step) if step == self._base > 0 else False
+        evaluates = _due(train.evaluate_every, step) and self._evaluated < step
+        if evaluates or must_rewrite or _due(train.checkpoint_every, step) or (save and step > 0):
             # complete before an evaluation, so that a failed or interrupted evaluation loses no step
-            completed = self._save(step, train.checkpoint_background and not (save or judges)) or completed
-            if judges:
-                self._judge(step)
+            completed = self._save(step, train.checkpoint_background and not (save or evaluates)) or completed
+            if evaluates:
+                self._evaluate_and_record(step)
         return completed
 
-    def finish(self, step: int, judges: bool) -> None:
-        """Do the remaining work of the last boundary: comparison, checkpoint and, if `judges`, evaluation."""
+    def finish(self, step: int, evaluates: bool) -> None:
+        """Do the remaining work of the last boundary: comparison, checkpoint and, if `evaluates`, evaluation."""
         self._verify(step)
         if step == self._base:
             self._agree(step)
         self.save_new(step)
-        if self._setup.config.train.evaluate_every is not None and self._judged != step and judges:
-            self._judge(step)
+        if self._setup.config.train.evaluate_every is not None and self._evaluated != step and evaluates:
+            self._evaluate_and_record(step)
 
     def save_new(self, step: int) -> bool:
         """Complete this step's checkpoint; False if it was complete before. Raises as `between`."""
@@ -150,8 +150,8 @@ class Boundaries:
         """Newest step whose checkpoint was begun."""
         return self._named if self._saving is None else max(self._named, self._saving.step)
 
-    def _complete(self, beside: bool = False) -> int | None:
-        """Complete the checkpoint in progress; return its step, or None. beside: remove old checkpoints in a thread."""
+    def _complete(self, in_thread: bool = False) -> int | None:
+        """Complete the checkpoint in progress; return its step, or None. in_thread: remove old ones in a thread."""
         saving, self._saving, self._all_written = self._saving, None, False
         if saving is None:
             return None
@@ -159,7 +159,7 @@ class Boundaries:
 
         def tidy() -> None:
             spare = () if self._best is None else (self._best[1],)
-            prune(self._setup.checkpoints, self._setup.config.train.checkpoint_keep, spare, beside)
+            prune(self._setup.checkpoints, self._setup.config.train.checkpoint_keep, spare, in_thread)
 
         saving.complete(tidy)
         if self._log.writes:
@@ -225,19 +225,19 @@ class Boundaries:
         A rank that joined has no records, so all ranks take the newest. True where the earlier generation gave up a
         checkpoint that must be written again.
         """
-        mine = self._named, self._judged, self._broken_off, self._best, self._without_better
-        named, judged, broken_off, best, without_better = zip(*self._engine.communicator.gather(mine), strict=True)
-        self._named, self._judged, self._broken_off = max(named), max(judged), False
+        mine = self._named, self._evaluated, self._broken_off, self._best, self._without_better
+        named, evaluated, broken_off, best, without_better = zip(*self._engine.communicator.gather(mine), strict=True)
+        self._named, self._evaluated, self._broken_off = max(named), max(evaluated), False
         self._best = max((record for record in best if record is not None), default=None)
         best_step = 0 if self._best is None else self._best[1]
-        self._without_better = {judged_step for judged_step in set().union(*without_better) if judged_step > best_step}
+        self._without_better = {earlier for earlier in set().union(*without_better) if earlier > best_step}
         self._counts_alike = True
         return self._saved < step and any(broken_off)
 
-    def _judge(self, step: int) -> None:
+    def _evaluate_and_record(self, step: int) -> None:
         """Evaluate, log the scores, and record the best step."""
         scores = self.evaluate(self._engine)
-        self._judged = step
+        self._evaluated = step
         if scores is None:
             return
         self.scores = scores
@@ -260,10 +260,10 @@ def verify_copies(engine: Engine) -> None:
     """
     layout = engine.layout
     digests = {address: digest({address: value}) for address, value in engine.optimizer.values.items()}
-    seen: dict[str, tuple[int, bytes]] = {}
+    reference: dict[str, tuple[int, bytes]] = {}
     for rank, theirs in enumerate(engine.communicator.gather(digests)):
         for address, value_digest in theirs.items():
-            first, first_digest = seen.setdefault(address, (rank, value_digest))
+            first, first_digest = reference.setdefault(address, (rank, value_digest))
             if first_digest != value_digest:
                 raise CapslogError(
                     f"parameter {address!r} differs between {layout.describe(first)} and {layout.describe(rank)}; the "
@@ -322,15 +322,15 @@ class PeakMeter:
         with self._probed(engine) if self._steps == self._at - 1 and not skipped else contextlib.nullcontext():
             yield
 
-    def sealed(self, ballot: bytes) -> bytes:
+    def with_peak(self, ballot: bytes) -> bytes:
         """Ballot, preceded by this member's peak if the step was measured."""
         if self._steps != self._at or self._bytes is None:
             return ballot
         return b"%d|%b" % (self._bytes, ballot)
 
     @staticmethod
-    def opened(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], list[int] | None]:
-        """Return the ballots without the peaks of `sealed`, and the peaks by rank; None if none were measured."""
+    def without_peaks(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], list[int] | None]:
+        """Return the ballots without the peaks of `with_peak`, and the peaks by rank; None if none were measured."""
         peaks, plain = [], []
         for ballot in ballots:
             peak, bar, inner = ballot.partition(b"|")
@@ -439,10 +439,10 @@ class TrainingLoop:
         assert self.minibatch is not None
         limit, engine = self.setup.config.train.max_seconds, self.running
         late = limit is not None and time.monotonic() - self.run_began > limit
-        stops, sealed = late or self._stop_wished(), self.boundaries.sealed(self._meter.sealed(ballot))
-        verdict = engine.vote(step, self.minibatch, stops, sealed, self._feed.report())
+        stops, marked = late or self._stop_wished(), self.boundaries.marked(self._meter.with_peak(ballot))
+        verdict = engine.vote(step, self.minibatch, stops, marked, self._feed.report())
         all_ballots = verdict.ballots or (b"",) * engine.communicator.world_size
-        ballots, peaks = self._meter.opened(self.boundaries.opened(all_ballots))
+        ballots, peaks = self._meter.without_peaks(self.boundaries.unmarked(all_ballots))
         self._peaks = None if peaks is None else [peaks[rank] for rank in engine.layout.first_replica]
         self.verdict = dataclasses.replace(verdict, ballots=ballots)
         return self.verdict
@@ -478,7 +478,7 @@ class TrainingLoop:
         stopped: some rank requested to stop. Returns True, on every rank, if a person requested it, not a time limit.
         """
         requested = stopped and any(self.running.communicator.gather(self._stop_wished()))
-        self.boundaries.finish(step, judges=not requested)
+        self.boundaries.finish(step, evaluates=not requested)
         why = {"why": self.boundaries.why_stuck()} if self.boundaries.is_stuck else {}
         self.log.event("stop", step=step, asked=requested, **why)
         for sentence in why.values():

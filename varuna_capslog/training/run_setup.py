@@ -24,7 +24,7 @@ from varuna_capslog.config.settings import Config, Train
 from varuna_capslog.engine.offload import TierOptions
 from varuna_capslog.engine.recipe import EngineOptions, LearningRate, LossScale, Recipe
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.layer import of_parts
+from varuna_capslog.model.layer import weights_of_parts
 from varuna_capslog.model.workload import DataSource, Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import latest_checkpoint, open_checkpoint, passed_over
@@ -183,7 +183,7 @@ def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str
         raise CapslogError(f"init_from={str(path)!r} does not exist; give a checkpoint folder or a weights file")
     if path.is_file():
         imported, skipped = workload.import_weights(path)
-        return of_parts(imported, chain.layers), skipped
+        return weights_of_parts(imported, chain.layers), skipped
     if (path / "checkpoints").is_dir():
         newest, damaged = latest_checkpoint(path / "checkpoints")
         if newest is None:
@@ -282,9 +282,9 @@ def check_nccl_variables(environment: Mapping[str, str], interfaces: Iterable[st
     network = environment.get("NCCL_NET", "")
     if network == "IB" and _is_on(environment, "NCCL_IB_DISABLE"):
         others = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if _is_on(environment, name)]
-        beside = f" ({' and '.join(f'{name}=1' for name in others)} forbid the rest)" if others else ""
+        forbidden = f" ({' and '.join(f'{name}=1' for name in others)} forbid the rest)" if others else ""
         raise CapslogError(
-            f"NCCL_NET=IB and NCCL_IB_DISABLE=1 leave NCCL no network{beside}; unset one of the two, or set "
+            f"NCCL_NET=IB and NCCL_IB_DISABLE=1 leave NCCL no network{forbidden}; unset one of the two, or set "
             "pipeline.transport=gloo"
         )
 

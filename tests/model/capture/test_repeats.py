@@ -176,7 +176,7 @@ def _told(captured: Captured) -> tuple[object, ...]:
         for node, value in zip(nodes, values, strict=True)
     ]
     shapes = [str(value.shape) if isinstance(value, Tensor) else str(value) for value in values]
-    return graph_text(captured), [list(module_calls(node).values()) for node in nodes], shared, shapes, captured.simple
+    return graph_text(captured), [list(module_calls(node).values()) for node in nodes], shared, shapes, captured.unary
 
 
 @pytest.mark.parametrize(

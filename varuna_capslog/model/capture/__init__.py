@@ -205,7 +205,7 @@ def _exported(
     """Map `evaluates` of the request -> the captured model; with `both`, also False -> a capture of training mode."""
     model, requested = request.model, request.cut_points
     exporter = Exporter(model, *request.example, keeps)
-    alone: Captured | None = None
+    training_capture: Captured | None = None
     with in_training(model):
         if request.evaluates is None:
             model.eval()
@@ -218,7 +218,7 @@ def _exported(
         collapse_modules(captured, model, cut_points)
         train_only = None if request.evaluates is None else _NOT_ASKED
         if request.evaluates:
-            alone = captured.copy() if both else None
+            training_capture = captured.copy() if both else None
             model.eval()
             try:
                 in_eval = exporter.export()
@@ -234,8 +234,8 @@ def _exported(
     made: dict[bool | None, CapturedLayers] = {
         request.evaluates: split(captured, train_only=train_only, lenient=lenient)
     }
-    if alone is not None:
-        made[False] = split(alone, train_only=_NOT_ASKED, lenient=lenient)
+    if training_capture is not None:
+        made[False] = split(training_capture, train_only=_NOT_ASKED, lenient=lenient)
     return made
 
 
@@ -341,15 +341,15 @@ def source_lists(layer: Layer) -> tuple[str, ...]:
 
 def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for cut in cut_points:
         if cut not in paths:
             near = difflib.get_close_matches(cut, paths, n=1, cutoff=0.0)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise CapslogError(f"cut point {cut!r} is not a submodule of {type(model).__name__}{hint}")
-        if cut in seen:
+        if cut in earlier:
             raise CapslogError(f"cut point {cut!r} is listed twice; a model is cut once before a module")
-        seen.add(cut)
+        earlier.add(cut)
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -129,13 +129,13 @@ def _drop_unread(graph: fx.Graph, masks: Collection[fx.Node], kept: Collection[f
 
 def makers_of(nodes: Collection[fx.Node], ends: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
     """Return the nodes and all nodes from which they are computed. ends: True for a node where the search stops."""
-    waiting, seen = list(nodes), set(nodes)
+    waiting, visited = list(nodes), set(nodes)
     while waiting:
         node = waiting.pop()
-        new = set() if ends(node) else set(node.all_input_nodes) - seen
-        seen |= new
+        new = set() if ends(node) else set(node.all_input_nodes) - visited
+        visited |= new
         waiting += new
-    return seen
+    return visited
 
 
 def _before_groups(node: Any) -> fx.Node | None:

@@ -50,7 +50,7 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
         if any(f"{kept_path}.".startswith(f"{path}.") for kept_path in captured.whole):
             continue  # a module that is kept whole is, or lies in, this module, and has a call of its own
         module = model.get_submodule(path)
-        if id(module) not in captured.simple or indices[-1] - indices[0] + 1 != len(indices):
+        if id(module) not in captured.unary or indices[-1] - indices[0] + 1 != len(indices):
             continue
         part = [nodes[index] for index in indices]
         if dense & set(part):

@@ -140,11 +140,11 @@ class Captured:
     inputs: name and node of every tensor input, in order.
     outputs: name and node of every tensor that the model returns.
     extra: modules and tensors that the graph refers to and the model lacks, by attribute name.
-    simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
+    unary: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
     bounds: least and greatest value of every size that may change, by its name in torch's shapes.
     conditions: comparisons of these sizes, by name, that the model's code requires.
     result: the model's result, with names in the places of its tensors.
-    left: for each of the watch's changes, what the code leaves on a module, with names in the places of tensors.
+    left_behind: for each of the watch's changes, what the code leaves on a module, with names in the places of tensors.
     watch: observations of the model's code.
     whole: why a module is kept whole, by its qualified name.
     """
@@ -153,11 +153,11 @@ class Captured:
     inputs: dict[str, fx.Node]
     outputs: dict[str, fx.Node]
     extra: dict[str, Any]
-    simple: set[int]
+    unary: set[int]
     bounds: dict[str, tuple[int, int | None]]
     conditions: tuple[str, ...] = ()
     result: Any = None
-    left: Any = None
+    left_behind: Any = None
     watch: Watch | None = None
     whole: dict[str, str] = field(default_factory=dict)
 
@@ -168,9 +168,7 @@ class Captured:
             made[node] = graph.node_copy(node, made.__getitem__)
         inputs = {name: made[node] for name, node in self.inputs.items()}
         outputs = {name: made[node] for name, node in self.outputs.items()}
-        return replace(
-            self, graph=graph, inputs=inputs, outputs=outputs, extra=dict(self.extra), simple=set(self.simple)
-        )
+        return replace(self, graph=graph, inputs=inputs, outputs=outputs, extra=dict(self.extra), unary=set(self.unary))
 
 
 LEFT = "left behind: "
@@ -207,7 +205,7 @@ def export_model(
 
     Raises NotCaptured, which names the module that was running and torch's reason.
     """
-    varies, asked = {}, (arguments, keywords)
+    varies, as_given = {}, (arguments, keywords)
     if any(isinstance(argument, Varying) for argument in [*arguments, *keywords.values()]):
         varies = inspect.signature(model.forward).bind(*arguments, **keywords).arguments
         varies = {name: _open_sizes(value) for name, value in varies.items()}
@@ -236,12 +234,12 @@ def export_model(
                 raise _explained(model, watch.running, error) from error
             program = None  # code may read what a skipped block would have left behind
     if blocks is not None and blocks.hidden_are_needed:
-        return export_model(model, *asked, hides=False)
+        return export_model(model, *as_given, hides=False)
     if program is None:
-        return export_model(model, *asked, once=False)
+        return export_model(model, *as_given, once=False)
     if _maps(program.graph_module) and torch.compiler.is_compiling.__module__ != __name__:
         with _answering("is_compiling"):
-            return export_model(model, *asked, opaque, by_module, keeps, once, hides)
+            return export_model(model, *as_given, opaque, by_module, keeps, once, hides)
     _check_open(program, varies)
     name_slices(model, program.graph_module)
     _check_functions(model, program.graph_module)
@@ -273,21 +271,21 @@ def export_model(
         env[node] = graph.create_node("get_attr", target)
         env[node].meta["val"] = node.meta.get("val")
     _copy_operations(program.graph_module, graph, env, extra, opaque.calls)
-    simple = watch.simple
+    unary = watch.unary
     if blocks is not None:
         try:
             if blocks.calls and (watch.changes or watch.drawn or opaque.calls):
                 raise NotEqual
-            copies, simple = blocks.copy_parts(graph, extra), blocks.with_equals(simple)
+            copies, unary = blocks.copy_parts(graph, extra), blocks.with_equals(unary)
         except NotEqual:
-            return export_model(model, *asked, once=False)
+            return export_model(model, *as_given, once=False)
         env = {node: copies.get(value, value) for node, value in env.items()}
     bounds = {
         str(name): (int(limits.lower), _finite(limits.upper))
         for name, limits in program.range_constraints.items()
         if limits.lower > -(2**62)  # else it is an unbounded number, such as from `item`
     }
-    captured = Captured(graph, inputs, {}, extra, simple, bounds, watch=watch)
+    captured = Captured(graph, inputs, {}, extra, unary, bounds, watch=watch)
     captured.conditions = _conditions(program, inputs) if bounds else ()
     _name_outputs(captured, program, env, keeps)
     _bypass_copies_of_nothing(captured)
@@ -398,7 +396,7 @@ def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Nod
     tree = pytree.tree_unflatten(list(range(len(result))), program.call_spec.out_spec)
     captured.result = _named(captured, tree[0] if keeps else tree, result, env, "")
     if keeps:
-        captured.left = _named(captured, tree[1], result, env, LEFT)
+        captured.left_behind = _named(captured, tree[1], result, env, LEFT)
     if not captured.outputs:
         raise CapslogError("the model returns no tensor, so there is nothing to take a loss of")
 

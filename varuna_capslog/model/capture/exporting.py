@@ -176,7 +176,7 @@ class Exporter:
             path: "it has a hook on its backward"
             for path, module in self._model.named_modules()
             if (module._backward_hooks or module._backward_pre_hooks)
-            and id(module) not in captured.simple
+            and id(module) not in captured.unary
             and self._covering(path) not in self.whole
         }
 

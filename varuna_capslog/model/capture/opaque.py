@@ -35,9 +35,9 @@ __all__ = ["Calls", "MadeCall", "NeedsPython", "OpaqueCalls", "put_in_calls"]
 
 _ANSWERS = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 """Function that tests values -> its result for finite values."""
-_KEPT = ("all", "any", "logical_or", "logical_and", "__or__", "__and__")
+_PRESERVING = ("all", "any", "logical_or", "logical_and", "__or__", "__and__")
 """Operations that keep the result of a test, if it is the same for all tensors that they read."""
-_ASKED = ("__bool__", "item")
+_READERS = ("__bool__", "item")
 
 
 class FiniteValues(TorchFunctionMode):
@@ -56,11 +56,11 @@ class FiniteValues(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _ASKED and (answered := self._known.get(id(args[0]))) is not None:
+        if name in _READERS and (answered := self._known.get(id(args[0]))) is not None:
             return answered[1]
         result = func(*args, **(kwargs or {}))
         answer = _ANSWERS.get(name)
-        if answer is None and name in _KEPT:
+        if answer is None and name in _PRESERVING:
             answers = {
                 self._known.get(id(argument), (None, None))[1] for argument in args if isinstance(argument, Tensor)
             }

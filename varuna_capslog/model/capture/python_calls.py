@@ -49,18 +49,18 @@ class CallShape:
     """Description of a call of Python code, without its tensors.
 
     spec, constants: structure and leaves of (args, kwargs), with None in the places (`slots`) of tensors.
-    given: shapes of the tensors among the arguments.
-    result_spec, result_constants, made: spec, constants and slots of the result. tensors: its tensors.
+    argument_shapes: shapes of the tensors among the arguments.
+    result_spec, result_constants, result_slots: spec, constants and slots of the result. tensors: its tensors.
     passed: (number of a result's tensor, number of the tensor argument that it is); other calls may make a new tensor.
     """
 
     spec: pytree.TreeSpec
     constants: tuple[Any, ...]
     slots: tuple[int, ...]
-    given: tuple[tuple[int, ...], ...]
+    argument_shapes: tuple[tuple[int, ...], ...]
     result_spec: pytree.TreeSpec
     result_constants: tuple[Any, ...]
-    made: tuple[int, ...]
+    result_slots: tuple[int, ...]
     tensors: tuple[MadeTensor, ...]
     passed: tuple[tuple[int, int], ...]
 
@@ -71,8 +71,9 @@ class CallShape:
         slots = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         numbers = {id(leaves[at]): number for number, at in enumerate(slots)}
         results, result_spec = pytree.tree_flatten(result)
-        made = tuple(at for at, leaf in enumerate(results) if isinstance(leaf, Tensor))
-        passed = [(number, numbers[id(results[at])]) for number, at in enumerate(made) if id(results[at]) in numbers]
+        result_slots = tuple(at for at, leaf in enumerate(results) if isinstance(leaf, Tensor))
+        tensors = [results[at] for at in result_slots]
+        passed = [(number, numbers[id(tensor)]) for number, tensor in enumerate(tensors) if id(tensor) in numbers]
         return cls(
             spec,
             _without_tensors(leaves),
@@ -80,27 +81,27 @@ class CallShape:
             tuple(tuple(leaves[at].shape) for at in slots),
             result_spec,
             _without_tensors(results),
-            made,
-            tuple(MadeTensor.of(results[at]) for at in made),
+            result_slots,
+            tuple(map(MadeTensor.of, tensors)),
             tuple(passed),
         )
 
     @property
     def key(self) -> tuple[object, ...]:
         """Key that is equal for calls with the same arguments and results, except for values of tensors."""
-        structures = str(self.spec), str(self.result_spec)
-        return *structures, self.constants, self.slots, self.result_constants, self.made, self.tensors, self.passed
+        structures = str(self.spec), str(self.result_spec), self.constants, self.slots
+        return *structures, self.result_constants, self.result_slots, self.tensors, self.passed
 
-    def leaves(self, made: Sequence[Any]) -> list[Any]:
+    def leaves(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the flattened result with these tensors in it."""
         leaves = list(self.result_constants)
-        for at, tensor in zip(self.made, made, strict=True):
+        for at, tensor in zip(self.result_slots, tensors, strict=True):
             leaves[at] = tensor
         return leaves
 
-    def rebuilt(self, made: Sequence[Any]) -> Any:
+    def rebuilt(self, tensors: Sequence[Any]) -> Any:
         """Return the result with these tensors in it."""
-        return pytree.tree_unflatten(self.leaves(made), self.result_spec)
+        return pytree.tree_unflatten(self.leaves(tensors), self.result_spec)
 
 
 def _without_tensors(leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -138,12 +139,12 @@ class PythonCall(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors that the call makes."""
         leaves = self._leaves(tensors)
-        return tuple(leaves[at] for at in self.shape.made)
+        return tuple(leaves[at] for at in self.shape.result_slots)
 
     def _leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Return the call's flattened result; everything except its tensors must be as in the captured call."""
         shape = self.shape
-        if self.from_memory and tuple(tuple(tensor.shape) for tensor in tensors) == shape.given:
+        if self.from_memory and tuple(tuple(tensor.shape) for tensor in tensors) == shape.argument_shapes:
             return self._remembered(tensors)
         leaves = list(shape.constants)
         for slot, tensor in zip(shape.slots, tensors, strict=True):
@@ -153,7 +154,7 @@ class PythonCall(nn.Module):
         if spec != shape.result_spec or not all(map(_alike, actual, shape.result_constants)):
             raise CapslogError(
                 f"{self.describe()} returned something else than when the model was captured: "
-                f"{_told(actual)} instead of {_told(shape.result_constants)} in {shape.result_spec}; let it return the "
+                f"{_text(actual)} instead of {_text(shape.result_constants)} in {shape.result_spec}; let it return the "
                 "same structure and the same values beside its tensors in every call"
             )
         return list(actual)
@@ -173,7 +174,7 @@ def _alike(leaf: Any, captured: Any) -> bool:
     return leaf is captured or (type(leaf) is type(captured) and bool(leaf == captured))
 
 
-def _told(leaves: Sequence[Any]) -> str:
+def _text(leaves: Sequence[Any]) -> str:
     return str([f"a tensor{list(leaf.shape)}" if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 

@@ -256,21 +256,21 @@ def _nodes(operation: fx.Node) -> Sequence[fx.Node]:
 
 
 class _Hidden(dict[str, Any]):
-    """Empty table in place of a module's parameters; it calls `asked` when the model's code reads it."""
+    """Empty table in place of a module's parameters; it calls `on_read` when the model's code reads it."""
 
-    def __init__(self, table: Mapping[str, Any], asked: Callable[[], None]) -> None:
+    def __init__(self, table: Mapping[str, Any], on_read: Callable[[], None]) -> None:
         super().__init__()
-        self._names, self._asked = frozenset(table), asked
+        self._names, self._on_read = frozenset(table), on_read
 
     def __contains__(self, name: object) -> bool:
         if name in self._names and _is_exporting():
-            self._asked()
+            self._on_read()
         return False
 
     def items(self) -> Any:
         """Return no parameters."""
         if _is_exporting():
-            self._asked()
+            self._on_read()
         return super().items()
 
 

@@ -130,13 +130,13 @@ def _reached(
     start: fx.Node, position: dict[fx.Node, int], following: Callable[[fx.Node], Iterable[fx.Node]], order: int
 ) -> Iterator[fx.Node]:
     """Yield nodes reachable from a node, by ascending position or, with order -1, descending; numbers are left out."""
-    seen = {start}
+    visited = {start}
     waiting: list[tuple[int, fx.Node]] = []
     node = start
     while True:
         for neighbour in following(node):
-            if neighbour not in seen and neighbour in position and not _is_number(neighbour):
-                seen.add(neighbour)
+            if neighbour not in visited and neighbour in position and not _is_number(neighbour):
+                visited.add(neighbour)
                 heapq.heappush(waiting, (order * position[neighbour], neighbour))
         if not waiting:
             return
@@ -204,7 +204,7 @@ def split_graph(
         module = _layer_module(captured, model, part, reads, [n for _, n in writes], guard, model_parts)
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
     changes = captured.watch.changes if captured.watch is not None and captured.watch.keeps else []
-    left_behind = [(change.put, values) for change, values in zip(changes, captured.left or (), strict=True)]
+    left_behind = [(change.put, values) for change, values in zip(changes, captured.left_behind or (), strict=True)]
     watch = captured.watch
     python = bool(captured.whole or (watch is not None and (watch.drawn or watch.changes)))
     properties = {

@@ -208,11 +208,11 @@ def _call_text(call: PythonCall) -> Any:
         raise NotText(f"{call.describe()} takes or returns objects of a class without a text form") from error
     tensors = [(tensor.shape, tensor.stride, _value_text(tensor.dtype), tensor.device) for tensor in shape.tensors]
     constants = _value_text(shape.constants), _value_text(shape.result_constants)
-    return [*specs, *constants, shape.slots, shape.given, shape.made, tensors, shape.passed]
+    return [*specs, *constants, shape.slots, shape.argument_shapes, shape.result_slots, tensors, shape.passed]
 
 
 def _call_shape(described: Any) -> CallShape:
-    spec, result_spec, constants, results, slots, shapes, made, tensors, passed = described
+    spec, result_spec, constants, results, slots, shapes, result_slots, tensors, passed = described
     return CallShape(
         pytree.treespec_loads(spec),
         _value(constants, {}),
@@ -220,7 +220,7 @@ def _call_shape(described: Any) -> CallShape:
         tuple(map(tuple, shapes)),
         pytree.treespec_loads(result_spec),
         _value(results, {}),
-        tuple(made),
+        tuple(result_slots),
         tuple(
             MadeTensor(tuple(shape), tuple(stride), _value(dtype, {}), device)
             for shape, stride, dtype, device in tensors
@@ -482,9 +482,9 @@ def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
             merged_layers.append(layer)
             continue
         graphs = cast(list[fx.GraphModule], modules)
-        beside = _told_apart_by(layer.name, graphs, sizes)
-        extra = [] if beside is None else [(beside, input_sizes[beside]) for input_sizes in sizes]
-        reads = layer.reads if beside is None else (*layer.reads, beside)
+        telling_input = _told_apart_by(layer.name, graphs, sizes)
+        extra = [] if telling_input is None else [(telling_input, input_sizes[telling_input]) for input_sizes in sizes]
+        reads = layer.reads if telling_input is None else (*layer.reads, telling_input)
         merged_layers.append(Layer(layer.name, _merged(graphs, extra), reads, layer.writes))
     return merged_layers, inputs, outputs
 
@@ -581,8 +581,8 @@ def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
         if name in part._non_persistent_buffers_set
     }
     for part in merged.modules():
-        out = {name for name, value in part._buffers.items() if id(value) in kept_out}
-        part._non_persistent_buffers_set |= out
+        not_persistent = {name for name, value in part._buffers.items() if id(value) in kept_out}
+        part._non_persistent_buffers_set |= not_persistent
     merged.training = module.training
     assert isinstance(module, CapturedGraph)
     merged.freeze_as(module)

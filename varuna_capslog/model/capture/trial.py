@@ -273,7 +273,7 @@ class MemoryGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (_size(args) * _BLOWN_UP or _asked(args)) > self._room:
+        if (_size(args) * _BLOWN_UP or _bytes_from_numbers(args)) > self._room:
             self._foresee(func, args, kwargs)
         made = func(*args, **kwargs)
         self._made += _size(made)
@@ -318,7 +318,7 @@ def _size(tensors: Any) -> int:
     return sum(map(_size, tensors)) if isinstance(tensors, (list, tuple)) else 0
 
 
-def _asked(args: Any) -> int:
+def _bytes_from_numbers(args: Any) -> int:
     """Return the most bytes of a tensor that an operator may make from number arguments alone, such as sizes."""
     numbers = [
         math.prod(argument) if isinstance(argument, (list, tuple)) else argument**2
@@ -480,9 +480,9 @@ class Watch:
         self.generators: dict[str, Any] = {}
 
     @property
-    def simple(self) -> set[int]:
+    def unary(self) -> set[int]:
         """Ids of the modules that were only ever called as `module(one tensor)` and returned one tensor."""
-        return {key for key, simple in self._calls.items() if simple}
+        return {key for key, unary in self._calls.items() if unary}
 
     @contextmanager
     def open(self, apart: Sequence[object] = ()) -> Iterator[None]:
@@ -536,8 +536,8 @@ class Watch:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._count_draws()
         self.running.pop()
-        simple = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs and isinstance(output, Tensor)
-        self._calls[id(module)] = self._calls.get(id(module), True) and simple
+        unary = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs and isinstance(output, Tensor)
+        self._calls[id(module)] = self._calls.get(id(module), True) and unary
 
     def _count_draws(self) -> None:
         if not self._by_module or self._state is None:

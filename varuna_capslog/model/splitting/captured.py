@@ -35,7 +35,7 @@ from varuna_capslog.model.splitting.division import (
 )
 from varuna_capslog.model.splitting.splitter import Splitter
 
-__all__ = ["ENTRY_BY_ENTRY", "open_module", "some_shapes", "split_captured", "splits_captured"]
+__all__ = ["ELEMENTWISE", "open_module", "some_shapes", "split_captured", "splits_captured"]
 
 
 # -- Finds the linear maps, the operations inside modules, and the sizes that a split of a captured layer needs.
@@ -190,7 +190,7 @@ def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Nod
 # -- the splits of a captured layer
 
 
-ENTRY_BY_ENTRY = (nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity)
+ELEMENTWISE = (nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity)
 """Modules of torch that are elementwise."""
 
 _ATEN = torch.ops.aten
@@ -342,7 +342,7 @@ class _Parts:
             across = any(leaf != leaves[at] for at, leaf in enumerate(new) if at not in held.slots)
             if not across:
                 return division, tuple(new[slot] for slot in held.slots)
-        elif not isinstance(held, ENTRY_BY_ENTRY):
+        elif not isinstance(held, ELEMENTWISE):
             raise _Closed(node)
         if across:
             raise CapslogError(

@@ -77,7 +77,7 @@ class SharedCall:
         return self.sizes[self.args[0]]
 
     @property
-    def one(self) -> Divided:
+    def first_division(self) -> Divided:
         """Division of the first operand."""
         division = self.divided.get(self.args[0])
         if not isinstance(division, Divided):
@@ -119,7 +119,7 @@ def divided_result(call: SharedCall, degree: int) -> Result:
 def _number(call: SharedCall) -> Result:
     """Return the result for an operator that reads a dtype, a device or a size, which is the same in every part."""
     of_one = call.name in ("sym_size", "size") and isinstance(dim := call.argument(1, "dim"), int)
-    if not (call.args[1:] in (("dtype",), ("device",)) or (of_one and dim % len(call.size) != call.one.dim)):
+    if not (call.args[1:] in (("dtype",), ("device",)) or (of_one and dim % len(call.size) != call.first_division.dim)):
         raise call.unknown("it reads the size of a share")
     return None, call.args
 
@@ -174,9 +174,9 @@ def _matrices(call: SharedCall, _: int) -> Result:
 def _view(call: SharedCall, degree: int) -> Result:
     """Divide a view along the dimension in which heads or columns are outermost, with as many blocks as before."""
     old_sizes, sizes = call.size, call.sizes[call.node]
-    if len(set(call.one.blocks)) > 1:
-        raise call.unknown(f"it takes blocks of the sizes {call.one.blocks} together")
-    chunks, before, dim = math.prod(old_sizes[: call.one.dim]) * len(call.one.blocks), 1, 0
+    if len(set(call.first_division.blocks)) > 1:
+        raise call.unknown(f"it takes blocks of the sizes {call.first_division.blocks} together")
+    chunks, before, dim = math.prod(old_sizes[: call.first_division.dim]) * len(call.first_division.blocks), 1, 0
     while before * sizes[dim] <= chunks:
         before, dim = before * sizes[dim], dim + 1
     blocks = chunks // before
@@ -199,28 +199,30 @@ def _fewer(call: SharedCall, dim: int, degree: int, place: int = 1) -> tuple[Any
 
 
 def _expand(call: SharedCall, degree: int) -> Result:
-    dim = call.one.dim + len(call.sizes[call.node]) - len(call.size)
-    return Divided(dim, call.one.blocks), _fewer(call, dim, degree)
+    dim = call.first_division.dim + len(call.sizes[call.node]) - len(call.size)
+    return Divided(dim, call.first_division.blocks), _fewer(call, dim, degree)
 
 
 def _transpose(call: SharedCall, _: int) -> Result:
     first, second = (call.dim(1), call.dim(2)) if call.name == "transpose" else (len(call.size) - 2, len(call.size) - 1)
-    return Divided({first: second, second: first}.get(call.one.dim, call.one.dim), call.one.blocks), call.args
+    old = call.first_division
+    return Divided({first: second, second: first}.get(old.dim, old.dim), old.blocks), call.args
 
 
 def _permute(call: SharedCall, _: int) -> Result:
     dims = [dim % len(call.size) for dim in call.args[1]]
-    return Divided(dims.index(call.one.dim), call.one.blocks), call.args
+    return Divided(dims.index(call.first_division.dim), call.first_division.blocks), call.args
 
 
 def _unsqueeze(call: SharedCall, _: int) -> Result:
-    return Divided(call.one.dim + (call.dim(rank=len(call.size) + 1) <= call.one.dim), call.one.blocks), call.args
+    old = call.first_division
+    return Divided(old.dim + (call.dim(rank=len(call.size) + 1) <= old.dim), old.blocks), call.args
 
 
 def _select(call: SharedCall, _: int) -> Result:
-    if call.dim() == call.one.dim:
+    if call.dim() == call.first_division.dim:
         raise call.unknown("it picks one of them")
-    division = Divided(call.one.dim - (call.dim() < call.one.dim), call.one.blocks)
+    division = Divided(call.first_division.dim - (call.dim() < call.first_division.dim), call.first_division.blocks)
     return division if call.name == "select" else (division,) * len(call.sizes[call.node]), call.args
 
 
@@ -228,13 +230,13 @@ def _along(call: SharedCall, _: int) -> Result:
     """Keep the division for an operator that works along other dimensions and keeps the number of dimensions."""
     dims = call.argument(1, "dim")
     dims = [dim % len(call.size) for dim in ([dims] if isinstance(dims, int) else dims or ())]
-    if len(call.sizes[call.node]) != len(call.size) or not dims or call.one.dim in dims:
+    if len(call.sizes[call.node]) != len(call.size) or not dims or call.first_division.dim in dims:
         raise call.unknown("it works across them")
-    return call.one, call.args
+    return call.first_division, call.args
 
 
 def _split(call: SharedCall, degree: int) -> Result:
-    division = call.one
+    division = call.first_division
     if call.dim(2) != division.dim:
         return (division,) * len(call.sizes[call.node]), call.args
     divisions = tuple(_taken(call, *bounds) for bounds in spans([size[division.dim] for size in call.sizes[call.node]]))
@@ -246,17 +248,17 @@ def _split(call: SharedCall, degree: int) -> Result:
 
 def _taken(call: SharedCall, first: int, end: int) -> Divided:
     """Return the division of a slice [first, end) of the divided dimension, which must consist of whole blocks."""
-    bounds = [0, *(end for _, end in spans(call.one.blocks))]
+    bounds = [0, *(end for _, end in spans(call.first_division.blocks))]
     if first not in bounds or end not in bounds:
-        raise call.unknown(f"it takes {first} to {end} of blocks of the sizes {call.one.blocks}")
-    return Divided(call.one.dim, call.one.blocks[bounds.index(first) : bounds.index(end)])
+        raise call.unknown(f"it takes {first} to {end} of blocks of the sizes {call.first_division.blocks}")
+    return Divided(call.first_division.dim, call.first_division.blocks[bounds.index(first) : bounds.index(end)])
 
 
 def _slice(call: SharedCall, degree: int) -> Result:
-    if call.dim() != call.one.dim:
-        return call.one, call.args
+    if call.dim() != call.first_division.dim:
+        return call.first_division, call.args
     first, end = sliced(call)
-    return _taken(call, first, end), (call.args[0], call.one.dim, first // degree, end // degree)
+    return _taken(call, first, end), (call.args[0], call.first_division.dim, first // degree, end // degree)
 
 
 def sliced(call: SharedCall) -> tuple[int, int]:

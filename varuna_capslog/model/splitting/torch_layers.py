@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.splitting.captured import ENTRY_BY_ENTRY, split_captured, splits_captured
+from varuna_capslog.model.splitting.captured import ELEMENTWISE, split_captured, splits_captured
 from varuna_capslog.model.splitting.splitter import Splitter, share_of
 from varuna_capslog.variants.attention import SdpaAttention
 
@@ -111,7 +111,7 @@ def _widens(module: nn.Sequential) -> bool:
     """True for a sequence of a linear map, elementwise modules, and a linear map."""
     first, *between, last = module
     linear = type(first) is nn.Linear and type(last) is nn.Linear
-    return linear and all(isinstance(inner, ENTRY_BY_ENTRY) for inner in between)
+    return linear and all(isinstance(inner, ELEMENTWISE) for inner in between)
 
 
 def _split_captured(module: nn.Module, into: Splitter) -> None:

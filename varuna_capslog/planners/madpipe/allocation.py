@@ -126,7 +126,7 @@ class ChainCosts:
             return self
         size = self.num_layers + 1
         waiting, alone = np.zeros((2, size, size))
-        waiting[:-1], alone[:-1] = costs.saved, np.where(costs.alone == NEVER, 0, costs.alone)
+        waiting[:-1], alone[:-1] = costs.saved, np.where(costs.range_bytes == NEVER, 0, costs.range_bytes)
         static = self.sums["static"]
         working = np.triu(alone - (static[None, :] - static[:, None]) - waiting, 1)
         return dataclasses.replace(self, waiting=waiting, working=working)

@@ -25,7 +25,7 @@ from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.offload import HostRegion, HostTier, Wait
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors, storage_bytes, storages_of
-from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import CallContext, LossFunction, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues
@@ -147,8 +147,8 @@ def trimmed_step(
     meter: StepMeter,
 ) -> tuple[int, list[tuple[int, int]]]:
     """Run `fake_step` for the measured rank of a trimmed pipeline."""
-    alone = not run.has_upstream and not run.has_downstream
-    rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
+    is_whole = not run.has_upstream and not run.has_downstream
+    rank, world_size = (0, 1) if is_whole else (MEASURED_RANK, 2)
     communicator = SilentCommunicator(rank, world_size, quirks.has("host staging"))
     engine = pipeline.engine(loss, communicator, _CPU, hollow_ready(pipeline.table, conditions), meter)
     layers = pipeline.chain.layers[run.has_upstream : len(pipeline.chain) - run.has_downstream]
@@ -237,10 +237,10 @@ class HollowTier(HostTier):
     def __init__(self) -> None:
         super().__init__(_CPU)
 
-    def copy_out(self, tensor: Tensor, region: HostRegion, beside: bool) -> Wait:
+    def copy_out(self, tensor: Tensor, region: HostRegion, overlap: bool) -> Wait:
         return _no_copy
 
-    def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
+    def load_back(self, region: HostRegion, overlap: bool) -> tuple[Tensor, Wait]:
         return torch.empty(region.size, dtype=torch.uint8), _no_copy
 
     def _map(self, size: int) -> None:
@@ -260,7 +260,7 @@ class StepMeter(Observer):
         """Prepare for the step. resident: storages from before the step, which no forward saves."""
         self._followed = followed
 
-    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+    def working(self, kind: str, stage: Stage, context: CallContext) -> AbstractContextManager[None]:
         return self._followed.with_actual_tensors()
 
     def count_static(self) -> None:
@@ -276,7 +276,7 @@ class _Meter(StepMeter):
     def __init__(self, speed: Speed, quirks: Quirks) -> None:
         self._speed, self._quirks = speed, quirks
         self._engine: PipelineEngine | None = None
-        self._own: Collection[int] = ()
+        self._resident: Collection[int] = ()
         self._stage = StageMeter(_CPU, list)
         self.static_bytes = 0
         self.work: dict[str, Work] = {kind: {} for kind in "FRBU"}
@@ -298,7 +298,7 @@ class _Meter(StepMeter):
 
     def begin(self, engine: PipelineEngine, resident: Collection[int], followed: Lifetimes) -> None:
         super().begin(engine, resident, followed)
-        self._engine, self._own = engine, resident
+        self._engine, self._resident = engine, resident
         self._weights = ActionWeights(engine, self._quirks.block_bytes)
         if len(engine.layers) == 1:
             parameters = list(engine.layers[0].parameters.values())
@@ -324,13 +324,13 @@ class _Meter(StepMeter):
         update_bytes = self._followed.lately_bytes - self.static_bytes
         self.actions = self._weights.result(update_bytes, self._stage, lasting_bytes)
 
-    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+    def working(self, kind: str, stage: Stage, context: CallContext) -> AbstractContextManager[None]:
         reading = self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
         return self._weighing(kind, stage, context, reading)
 
     @contextlib.contextmanager
     def _weighing(
-        self, kind: str, stage: Stage, context: MicrobatchContext, reading: AbstractContextManager[None]
+        self, kind: str, stage: Stage, context: CallContext, reading: AbstractContextManager[None]
     ) -> Iterator[None]:
         followed, weights = self._followed, self._weights
         assert weights is not None
@@ -343,7 +343,7 @@ class _Meter(StepMeter):
         followed.lately_bytes = followed.live_bytes
 
     @contextlib.contextmanager
-    def _reading(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+    def _reading(self, kind: str, stage: Stage, context: CallContext) -> Iterator[None]:
         followed = self._followed
 
         def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -364,10 +364,10 @@ class _Meter(StepMeter):
             followed.observer = None
 
     @contextlib.contextmanager
-    def _saving(self, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+    def _saving(self, stage: Stage, context: CallContext) -> Iterator[None]:
         microbatch = context.index
         sources = lambda: stage.kept(microbatch), lambda: stage.entries(microbatch), lambda: stage.in_loss
-        with self._stage.saving(self._own, *sources):
+        with self._stage.saving(self._resident, *sources):
             yield
         self.refused = self.refused or stage.refusals.get(microbatch, "")
 
@@ -445,11 +445,11 @@ class _HalvesMeter(StepMeter):
         self.work: dict[str, Work] = {"I": {}, "W": {}}
         self.weights = HalfWeights()
 
-    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+    def working(self, kind: str, stage: Stage, context: CallContext) -> AbstractContextManager[None]:
         return self._weighing(kind, stage, context)
 
     @contextlib.contextmanager
-    def _weighing(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+    def _weighing(self, kind: str, stage: Stage, context: CallContext) -> Iterator[None]:
         followed = self._followed
 
         before = followed.lately_bytes = followed.live_bytes

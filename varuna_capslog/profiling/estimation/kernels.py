@@ -127,9 +127,9 @@ def _converted(args: Sequence[Any], result: Tensor) -> int:
 def _normed_in_pieces(args: Sequence[Any], result: Tensor) -> int:
     """Return bytes of the norms of all pieces, with the copy of the last whole piece or the stacked norms."""
     x, size = args[0], result.itemsize
-    whole, rest = divmod(x.numel(), piece_of("cpu"))
+    whole, remainder = divmod(x.numel(), piece_of("cpu"))
     copied = 0 if x.dtype == result.dtype else piece_of("cpu") * size
-    return max(whole * size + copied, 2 * (whole + bool(rest)) * size + size) - size
+    return max(whole * size + copied, 2 * (whole + bool(remainder)) * size + size) - size
 
 
 def _unfit(first: Tensor, second: Tensor) -> int:
@@ -243,24 +243,24 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
         return c.columns // c.groups + (x_out + w_out if c.groups > 1 else 0)
     if not x.is_contiguous():
         return backward_bytes(gradient, x, w, options[:3], mask)
-    most = 0
+    peak = 0
     if mask[0]:
-        most = c.y_taken + c.w_padded + c.x_padded + c.scratch
+        peak = c.y_taken + c.w_padded + c.x_padded + c.scratch
         if c.strided and c.groups == 1:
-            most = max(most, 3 * c.x)
+            peak = max(peak, 3 * c.x)
         if c.beyond_input:
-            most = x_out + c.columns
+            peak = x_out + c.columns
     if mask[1]:
         if c.beyond_output:
-            most = max(most, x_out + c.columns + 5 * c.w)
+            peak = max(peak, x_out + c.columns + 5 * c.w)
         elif c.aligned or c.x_taken == 0:
-            most = max(most, x_out + c.x_taken + c.y_taken + c.w_taken + c.sampled_part)
+            peak = max(peak, x_out + c.x_taken + c.y_taken + c.w_taken + c.sampled_part)
         else:
-            most = max(most, x_out + c.x_padded + c.y_taken + c.w_padded + c.sampled_part)
+            peak = max(peak, x_out + c.x_padded + c.y_taken + c.w_padded + c.sampled_part)
             if c.dilated and c.narrow:
-                most = max(most, x_out + c.columns + 6 * c.w)
-        most = max(most, x_out + c.w_taken + c.w)
-    return max(0, most - x_out - w_out)
+                peak = max(peak, x_out + c.columns + 6 * c.w)
+        peak = max(peak, x_out + c.w_taken + c.w)
+    return max(0, peak - x_out - w_out)
 
 
 def _backend(x: Tensor, w: Tensor, options: Sequence[Any]) -> str | None:
