@@ -16,14 +16,14 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import MADPIPE
 from varuna_capslog.planners.madpipe import (
     CLOSE,
-    WEIGHED,
+    COMPARED_COUNTINGS,
     Allocation,
     ChainCosts,
     Pattern,
+    allocations_by_counting,
     best_allocation,
     periodic_pattern,
     shortest_pattern,
-    weighed_allocations,
 )
 from varuna_capslog.planners.madpipe.allocation import allocation_within
 from varuna_capslog.planning.playing import with_step_seconds
@@ -71,9 +71,9 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
     free = best_allocation(unlimited, "least" if devices > 1 else "none")
     assert free is not None, "without a limit some stages always fit"
     search = _Periodic(problem, bounds, free.period)
-    weighed, tried = weighed_allocations(costs), set[object]()
-    for counting in WEIGHED if devices > 1 else ("none",):
-        allocation = weighed.get(counting)
+    by_counting, tried = allocations_by_counting(costs), set[object]()
+    for counting in COMPARED_COUNTINGS if devices > 1 else ("none",):
+        allocation = by_counting.get(counting)
         if allocation is None or allocation.stages not in tried or search.lacks:
             search.weigh(costs, counting, allocation)
         tried.add(None if allocation is None else allocation.stages)

@@ -102,7 +102,7 @@ class PlacedIntervals:
         self._seconds = LayerSeconds.of_profile(profile)
         self._ranges = RangeBytes.of_ranks(profile, run.recomputes)
         self._of_stage: dict[tuple[int, ...], RangeBytes] = {}
-        self._fronts: dict[tuple[int, int, tuple[int, ...], Handling], IntervalSearch] = {}
+        self._interval_searches: dict[tuple[int, int, tuple[int, ...], Handling], IntervalSearch] = {}
 
     def treated(self, plan: Plan, verdict: Plan, judge: Judge, redone: Callable[[Plan], Plan]) -> Plan | None:
         """Return the plan with intervals with which it fits; None where the search finds none.
@@ -166,10 +166,10 @@ class PlacedIntervals:
         # number of parts of `less` that the pieces so far save -> seconds of recomputation, intervals
         ways: dict[int, tuple[float, tuple[MemoryInterval, ...]]] = {0: (0.0, ())}
         for (first, end), size in pieces:
-            fronts, behind = self._fronts_of(plan, stage, first, end, handling), dict[int, tuple[float, Any]]()
-            least = fronts.least_bytes(first, end, count)[0]
+            search, behind = self._search_of(plan, stage, first, end, handling), dict[int, tuple[float, Any]]()
+            least = search.least_bytes(first, end, count)[0]
             for part in range(parts + 1):
-                choice = fronts.cheapest(first, end, count, max(least, size - less * part / parts))
+                choice = search.cheapest(first, end, count, max(least, size - less * part / parts))
                 assert choice is not None, "the fewest bytes fit into themselves"
                 saved = int((size - choice.bytes) * parts / less)
                 for before, (seconds, intervals) in ways.items():
@@ -208,13 +208,13 @@ class PlacedIntervals:
             self._of_stage[layers] = self._ranges.of_stage(layers)
         return self._of_stage[layers]
 
-    def _fronts_of(self, plan: Plan, stage: PlanStage, first: int, end: int, handling: Handling) -> IntervalSearch:
+    def _search_of(self, plan: Plan, stage: PlanStage, first: int, end: int, handling: Handling) -> IntervalSearch:
         layers = tuple(stage.numbers) if plan.routes == "direct" else ()
         key = first, end, layers, dataclasses.replace(handling, calls=1, waiting_blocks=0)
-        if key not in self._fronts:
+        if key not in self._interval_searches:
             size = end - first
             borders = {first, end, *np.linspace(first, end, min(size, _PLACES) + 1).astype(int).tolist()}
-            self._fronts[key] = IntervalSearch(
+            self._interval_searches[key] = IntervalSearch(
                 self._ranges_of(plan, stage),
                 self._seconds,
                 handling,
@@ -223,7 +223,7 @@ class PlacedIntervals:
                 kinds=_KINDS,
                 borders=borders,
             )
-        return self._fronts[key].with_blocks(handling.calls, handling.waiting_blocks)
+        return self._interval_searches[key].with_blocks(handling.calls, handling.waiting_blocks)
 
 
 # -- the plan of a planner that gives stages replicas
