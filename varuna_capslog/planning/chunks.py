@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import judged
+from varuna_capslog.planning.verdict import judge_by_fold
 from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
@@ -251,7 +251,7 @@ class _Plays:
         profile, plan = problem.profile, plan_of_rounds(problem, cuts)
         verdict, lack = plan, 0
         if problem.capacities is not None:
-            verdict = judged(profile, plan, run, None, problem.tier)
+            verdict = judge_by_fold(profile, plan, run, None, problem.tier)
             lack = 0 if verdict.shortfall is None else verdict.shortfall.bytes
         step = with_step_seconds(profile, plan, run, problem.link).step_seconds
         if step is None:

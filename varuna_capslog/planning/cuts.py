@@ -21,7 +21,7 @@ from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planning.chunks import fastest_chunks, plan_of_rounds
 from varuna_capslog.planning.playing import message_bytes, stage_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import check_devices, fold_plan, judge, predictable
+from varuna_capslog.planning.verdict import check_devices, fold_plan, judge, prediction_gaps
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import why_few
@@ -288,5 +288,5 @@ def _gaps(profile: Profile, memory: str, run: RunShape) -> list[str]:
     gaps = []
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         gaps.append(f"fits and peak_bytes are unknown: {gap}")
-    gaps += predictable(profile, run.microbatch_size)
+    gaps += prediction_gaps(profile, run.microbatch_size)
     return gaps

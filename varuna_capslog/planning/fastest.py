@@ -25,7 +25,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.nearby import LOOPED, STARRED, WIDER, Cheapest, improved, limited, looped, weighings
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import check_devices, fold_plan, judge_ranks, judged, predictable
+from varuna_capslog.planning.verdict import check_devices, fold_plan, judge_by_fold, judge_ranks, prediction_gaps
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE, why_few
@@ -175,8 +175,8 @@ class _Candidates:
         if key not in self._seen:
             run = dataclasses.replace(self.run, schedule=schedule)
             plan = self.plan_of(stages, run)
-            verdict = judged(self.profile, plan, run, None, self.tier)
-            if verdict.fits is None and len(self.chains) > 1 and not predictable(self.profile, run.microbatch_size):
+            verdict = judge_by_fold(self.profile, plan, run, None, self.tier)
+            if verdict.fits is None and len(self.chains) > 1 and not prediction_gaps(self.profile, run.microbatch_size):
                 self.chains.pop(schedule, None)  # the profile lacks the halves of split backwards
                 return False
             lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
@@ -326,7 +326,7 @@ class _Candidates:
         run = dataclasses.replace(self.run, schedule=LOOPED)
 
         def judge(stages: Sequence[StageChoice]) -> Plan:
-            return judged(self.profile, self.plan_of(stages, run), run, None, self.tier)
+            return judge_by_fold(self.profile, self.plan_of(stages, run), run, None, self.tier)
 
         for stages in looped(self.chain, costs, judge):
             self.weigh(stages, LOOPED)
@@ -470,7 +470,7 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         for number in numbers:
             stages[number] = _away(stages[number], away.intersection(stages[number].numbers))
     candidate = dataclasses.replace(plan, stages=tuple(stages))
-    return candidate if judged(profile, candidate, run).fits else plan
+    return candidate if judge_by_fold(profile, candidate, run).fits else plan
 
 
 def _away(stage: PlanStage, layers: frozenset[int]) -> PlanStage:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from varuna_capslog.variants.attention import chunks, take_graph, wide_type
 
-__all__ = ["chunked_cross_entropy", "chunked_loss", "leave_logits"]
+__all__ = ["chunked_cross_entropy", "chunked_loss", "drop_unread_logits"]
 
 ROWS = 256
 """Rows of one chunk: their logits are a small part of all logits, but keep a device busy."""
@@ -261,10 +261,10 @@ def _joined(node: fx.Node, linear: nn.Linear) -> int | None:
     return last if first == 0 and last != -1 and isinstance(last, int) else None
 
 
-def leave_logits(
+def drop_unread_logits(
     layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
 ) -> None:
-    """Make logits chunk by chunk where neither layers nor the loss read them. Args: see `registry.tell_readers`."""
+    """Make logits chunk by chunk where neither layers nor the loss read them. Args: see `registry.drop_unread_work`."""
     for number, layer in enumerate(layers):
         for part in layer.children():
             if isinstance(part, _LinearLoss) and part.place is not None:

@@ -27,7 +27,7 @@ from varuna_capslog.profiles.conditions import HYBRID_LETTERS, JOINED_PARTS
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import KINDS, RunShape, from_strings, to_strings
 
-__all__ = ["TARGETS", "Request", "names_in", "notes", "torch_csv", "written"]
+__all__ = ["TARGETS", "Request", "export_text", "names_in", "notes", "torch_csv"]
 
 
 # -- A plan's order of actions as `torch.distributed.pipelining` reads it.
@@ -244,7 +244,7 @@ TARGETS: Mapping[str, Target] = {
 """Value of the option `--to` -> its form."""
 
 
-def written(target: str, request: Request) -> str:
+def export_text(target: str, request: Request) -> str:
     """Return the text for a target. Raises CapslogError as the target does, and where only the target trains."""
     form = TARGETS[target]
     if request.plan.purpose != "training" and form.order != "none":

@@ -28,7 +28,7 @@ from varuna_capslog.planners.madpipe import (
 from varuna_capslog.planners.madpipe.allocation import allocation_within
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import check_devices, judged
+from varuna_capslog.planning.verdict import check_devices, judge_by_fold
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 
@@ -194,7 +194,7 @@ class _Periodic:
         """Keep the plan of these lists if it is the best. Return the bytes that it lacks."""
         plan, lack = self._plan(allocation, rows), 0.0
         if self.limited and self.profile.observations:  # without observations the fold has no bytes
-            verdict = judged(self.profile, plan, self.run)
+            verdict = judge_by_fold(self.profile, plan, self.run)
             lack = float(verdict.shortfall.bytes) if verdict.shortfall is not None else float(verdict.fits is False)
         played = with_step_seconds(self.profile, plan, self.run, self.link)
         key = lack, played.step_seconds or 0.0

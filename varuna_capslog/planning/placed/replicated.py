@@ -37,7 +37,7 @@ from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planning.placed.equal_pipelines import with_shared_moments
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import judged
+from varuna_capslog.planning.verdict import judge_by_fold
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanRank, PlanStage, Units, ranges_of, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import ONE_MICROBATCH
@@ -425,7 +425,7 @@ class StagesPlayed:
         return PlayedPlan(lack, played.step_seconds, played, peak)
 
     def _judged(self, plan: Plan) -> Plan:
-        return judged(self.profile, plan, self.run)
+        return judge_by_fold(self.profile, plan, self.run)
 
     def settle(self) -> None:
         """Give the best plan the least limits in flight that keep its step; where the planner chooses limits and calls,
