@@ -377,14 +377,14 @@ class RtDetrWorkload(CocoWorkload):
         """Return the validation split, or None where the config names none."""
         return self._source("val") if self.data.has_split("val") else None
 
-    def seen(
+    def detections_of(
         self, outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the best pairs of query and class; see `best_places`."""
         last = self.architecture.decoder_layers - 1
         return best_places(outputs[f"logits_{last}"][image], outputs[f"boxes_{last}"][image], size, num_classes)
 
-    def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def inference_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the picture, and empty denoising inputs where the model denoises."""
         images = {"images": inputs["images"]}
         if not self._denoises:

@@ -88,7 +88,7 @@ class JointPlan:
 
     plan: Plan
     pipelines: tuple[JointPipeline, ...]
-    step_seconds: float | None
+    step_seconds: float
     bound_seconds: float | None
     max_stages: int
     idle: tuple[int, ...]
@@ -328,10 +328,10 @@ class _FleetSearch:
             ends = [*pipeline.cuts[1:], num_layers]
             for stage, (first, end, rank) in enumerate(zip(pipeline.cuts, ends, pipeline.devices, strict=True)):
                 size = max(0, pipeline.stage_bytes[stage] - int(lies[end] - lies[first]))
-                took = float(forward[0, stage] + backward[0, stage])
+                seconds = float(forward[0, stage] + backward[0, stage])
                 memory = intervals_of(self.run, [(first, end)], str(self.profile.conditions.get("device", "cpu")))
-                stages.append(PlanStage(((first, end),), (rank,), blocks, memory=memory, bytes=size, seconds=took))
-                of_rank[rank] = size, took
+                stages.append(PlanStage(((first, end),), (rank,), blocks, memory=memory, bytes=size, seconds=seconds))
+                of_rank[rank] = size, seconds
             begin += pipeline.blocks
         ranks = []
         for number, device in enumerate(self.devices):

@@ -104,7 +104,7 @@ def varuna_roles(
     def role(place: int, device: torch.device) -> Role:
         count = itertools.count(1)
         return lambda: (
-            lambda run, conditions: _play(
+            lambda run, conditions: _run_role(
                 subject, model, run, conditions, (place, device), (port, f"varuna-{number}-{next(count)}")
             )
         )
@@ -112,7 +112,7 @@ def varuna_roles(
     return role(_MEASURED, device), [role(place, torch.device("cpu")) for place in (_BEFORE, _BEHIND)]
 
 
-def _play(
+def _run_role(
     subject: Subject,
     model: nn.Module,
     run: TrimmedRun,
