@@ -260,9 +260,9 @@ def test_stages_that_always_hold_too_much_are_not_searched_and_change_no_answer(
     stages = every.stages(chain)
     assert stages is not None
     assert (max(stage.lack for stage in stages) == 0) is fits
-    light = BudgetSearch(chain, most=1.125 * (usable + max(stage.lack for stage in stages)))
+    light = BudgetSearch(chain, most_bytes=1.125 * (usable + max(stage.lack for stage in stages)))
     assert light.stages(chain) == stages
     whole = (0, profile.num_layers - devices + 1)
     assert every.cheapest(chain, 0, *whole, 10**12) is not None
     assert light.cheapest(chain, 0, *whole, 10**12) is None  # not searched
-    assert BudgetSearch(chain, most=0.9 * (usable + max(stage.lack for stage in stages))).stages(chain) is None
+    assert BudgetSearch(chain, most_bytes=0.9 * (usable + max(stage.lack for stage in stages))).stages(chain) is None

@@ -90,13 +90,13 @@ def stages_bound(chain: Layerwise, stages: Sequence[StageChoice]) -> float:
 class BudgetSearch:
     """Searches one chain under several schedules, which share the interval searches of its stages. longest: most
     seconds of a stage's call. Longer stages are left out: a step with such a stage takes more than `longest` times the
-    microbatches. most: stages that hold more bytes at all times are left out, too; no plan that fits, or that lacks the
+    microbatches. most_bytes: stages that hold more at all times are left out, too; no plan that fits, or that lacks the
     fewest bytes, may have such a stage. borders: cuts of a long chain where stages and intervals may begin and end;
     None: all.
     """
 
-    def __init__(self, chain: Layerwise, longest: float = np.inf, most: float = np.inf) -> None:
-        self._chain, self.longest, self._most = chain, longest, most
+    def __init__(self, chain: Layerwise, longest: float = np.inf, most_bytes: float = np.inf) -> None:
+        self._chain, self.longest, self._most_bytes = chain, longest, most_bytes
         self.borders = _borders(chain)
         self._offloads = any(chain.moved) and chain.host_bandwidth is not None
         self._interval_searches: dict[tuple[bool, bool, bool], IntervalSearch] = {}
@@ -104,7 +104,7 @@ class BudgetSearch:
 
     def stages(self, chain: Layerwise) -> list[StageChoice] | None:
         """Return the stages under this chain's schedule. Where no plan fits, return the stages that exceed the memory
-        least, or None if `longest` or `most` left stages out. Raises as `budget_stages` does.
+        least, or None if `longest` or `most_bytes` left stages out. Raises as `budget_stages` does.
         """
         options, reserved = self._options(chain), np.zeros(chain.stages, dtype=np.int64)
         seconds, run = options.question.seconds, options.question.run
@@ -207,8 +207,8 @@ class BudgetSearch:
                 firsts = tuple(first for first in range(chain.num_layers) if layer_seconds[first, -1] <= self.longest)
             kinds = INTERVAL_KINDS if handling.later else _RECOMPUTE
             labels = None if chain.num_layers <= EXACT_LAYERS else LABELS
-            arguments = handling, labels, firsts, kinds, (self.longest, self._most), self.borders
-            waits = self._most < np.inf and question.ranges.moments_wait
+            arguments = handling, labels, firsts, kinds, (self.longest, self._most_bytes), self.borders
+            waits = self._most_bytes < np.inf and question.ranges.moments_wait
             search = question.ranges.once(
                 (IntervalSearch, seconds.forward.tobytes(), seconds.backward.tobytes(), *arguments, waits),
                 lambda: IntervalSearch(question.ranges, seconds, *arguments),
@@ -330,8 +330,8 @@ class _StageOptions(StageCosts):
         """Return the stages of a cut list, each with the cheapest intervals that fit, or else with the fewest bytes."""
         chain, stages = self.chain, []
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True)):
-            most = max(usable[stage], self.stage_bytes(first, end, stage))
-            choice = self.interval_searches[stage].cheapest(first, end, chain.in_flight[stage], most)
+            budget = max(usable[stage], self.stage_bytes(first, end, stage))
+            choice = self.interval_searches[stage].cheapest(first, end, chain.in_flight[stage], budget)
             assert choice is not None, "the fewest bytes fit into themselves"
             lack = max(0, chain.peak(stage, first, end, choice.intervals) - chain.usable[stage])
             stages.append(StageChoice(first, end, choice.intervals, choice.seconds, lack))

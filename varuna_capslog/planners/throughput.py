@@ -142,12 +142,12 @@ def steady_cuts(
     Bisection over the seconds of all ranges finds the least limit at which some cut list fits.
     """
     assert costs.position_free, "a stage of forwards holds the same at every place"
-    work, alone = seconds.of_ranges()[1], costs.matrix()
-    limits, best = np.unique(work[alone < NEVER]), None
+    work, range_bytes = seconds.of_ranges()[1], costs.matrix()
+    limits, best = np.unique(work[range_bytes < NEVER]), None
     first, end = 0, len(limits)
     while first < end:
         middle = (first + end) // 2
-        quick = RangeCosts(np.where(work > limits[middle] * (1 + _SAME), NEVER, alone))
+        quick = RangeCosts(np.where(work > limits[middle] * (1 + _SAME), NEVER, range_bytes))
         cuts = exact_cuts(quick, devices, capacities)
         pairs = zip(quick.peaks(cuts), capacities or [NEVER - 1] * devices, strict=True)
         if all(peak <= most for peak, most in pairs):

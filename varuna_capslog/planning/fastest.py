@@ -143,11 +143,11 @@ class _Candidates:
         }
         self.end = problem.search_seconds and time.perf_counter() + problem.search_seconds
         self.best: _Weighed | None = None
-        self._asked: _Weighed | None = None
+        self._best_asked: _Weighed | None = None
         """Best plan of the requested schedules."""
         self.bound = 0.0
         self._update = _least_update(profile, chain.stages)
-        self._seen: dict[_Key, bool] = {}
+        self._fits_by_key: dict[_Key, bool] = {}
         """Plan -> True if it fits."""
         self._played: dict[_Key, Plan] = {}
         """Plans that were simulated but not yet judged."""
@@ -172,7 +172,7 @@ class _Candidates:
     def weigh(self, stages: Sequence[StageChoice], schedule: str) -> bool:
         """Fold and simulate a plan, and keep it where it is the best. Return True if it fits."""
         key = _key(stages, schedule)
-        if key not in self._seen:
+        if key not in self._fits_by_key:
             run = dataclasses.replace(self.run, schedule=schedule)
             plan = self.plan_of(stages, run)
             verdict = judge_by_fold(self.profile, plan, run, None, self.tier)
@@ -180,13 +180,13 @@ class _Candidates:
                 self.chains.pop(schedule, None)  # the profile lacks the halves of split backwards
                 return False
             lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
-            self._seen[key] = not lack
-            incumbent = self.best if schedule not in self.schedules else self._asked
+            self._fits_by_key[key] = not lack
+            incumbent = self.best if schedule not in self.schedules else self._best_asked
             if lack and self.best is not None and incumbent is not None and lack > max(self.best.lack, incumbent.lack):
                 return False
             played = self._played.pop(key, None) or with_step_seconds(self.profile, plan, run, self.link)
             self._keep(lack, verdict.peak_bytes or 0, played, stages, schedule)
-        return self._seen[key]
+        return self._fits_by_key[key]
 
     def _keep(self, lack: int, peak: int, played: Plan, stages: Sequence[StageChoice], schedule: str) -> None:
         """Update the best plan of all, of the requested schedules, and of this schedule among those that fit."""
@@ -194,8 +194,8 @@ class _Candidates:
         candidate = _Weighed(lack, played.step_seconds, peak, played, tuple(stages))
         if self.best is None or _better(candidate, self.best):
             self.best = candidate
-        if schedule in self.schedules and (self._asked is None or _better(candidate, self._asked)):
-            self._asked = candidate
+        if schedule in self.schedules and (self._best_asked is None or _better(candidate, self._best_asked)):
+            self._best_asked = candidate
         if not lack and (schedule not in self._fastest or _better(candidate, self._fastest[schedule])):
             self._fastest[schedule] = candidate
 
@@ -205,7 +205,7 @@ class _Candidates:
         and most plans near a good plan are slower.
         """
         key, fastest = _key(stages, schedule), self._fastest.get(schedule)
-        if fastest is not None and key not in self._seen:
+        if fastest is not None and key not in self._fits_by_key:
             chain = self.chains.get(schedule)  # None: left out, since the profile lacks the halves of backwards
             if (
                 key not in self._played
@@ -315,7 +315,7 @@ class _Candidates:
         """Evaluate plans of the requested schedules of `WIDER`. all_fit: stages that keep everything fit under every
         schedule.
         """
-        begun = self._asked is not None
+        begun = self._best_asked is not None
         if begun and self.is_over:
             return
         if STARRED in self.schedules and not (begun and all_fit and not any(self.chain.transfer)):
@@ -377,8 +377,8 @@ class _Candidates:
 
     def answer(self) -> Plan:
         """Return the best plan, with the bound and whether the plan is proven to be the fastest."""
-        assert self._asked is not None, "some plan was weighed"
-        chain, best = self.chain, self._asked
+        assert self._best_asked is not None, "some plan was weighed"
+        chain, best = self.chain, self._best_asked
         bound = self._bound_with(best.plan.schedule) + self._update
         if best.lack and self.is_over:
             note = "the search has ended by pipeline.search_seconds; with more time it may find a plan that fits"

@@ -369,12 +369,12 @@ def _ends(text: str, model: _Model) -> _Parts:
     begin, end = ([] if size is None else [int(size)] for size in sizes)
     if not begin and not end:
         raise CapslogError("the text has no number of layers of the first or the last pipeline stage; give one of them")
-    others, rest, faults = model.ranks - len(begin + end), max(0, model.num_blocks - sum(begin + end)), []
-    if others <= 0:
+    stages, blocks, faults = model.ranks - len(begin + end), max(0, model.num_blocks - sum(begin + end)), []
+    if stages <= 0:
         return [*begin, *end], (), []
-    if rest % others:
-        faults.append(f"the {rest} blocks of the other stages do not share evenly among {others}")
-    between = [rest // others + (stage < rest % others) for stage in range(others)]
+    if blocks % stages:
+        faults.append(f"the {blocks} blocks of the other stages do not share evenly among {stages}")
+    between = [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
     return [*begin, *between, *end], (), faults
 
 

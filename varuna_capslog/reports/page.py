@@ -176,8 +176,8 @@ def _results(run: RunRecord) -> dict[str, str]:
 
 
 def _waiting(share: float) -> str:
-    told = f"{100 * share:.1f} % of the time in steps, on the rank that waited longest"
-    return told if share < _MUCH_WAITING else f"{told}; more data.workers or data.prefetch may help"
+    waiting = f"{100 * share:.1f} % of the time in steps, on the rank that waited longest"
+    return waiting if share < _MUCH_WAITING else f"{waiting}; more data.workers or data.prefetch may help"
 
 
 def _versions(run: RunRecord) -> dict[str, str]:

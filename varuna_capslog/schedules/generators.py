@@ -343,8 +343,8 @@ def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[b
         row: list[Action] = []
         kept = backwards_at_once(actions)
         for action in actions:
-            again = action.kind in "BI" and (recompute is None or recompute[action.stage])
-            if again and (action.stage, action.microbatch) not in kept:
+            recomputes = action.kind in "BI" and (recompute is None or recompute[action.stage])
+            if recomputes and (action.stage, action.microbatch) not in kept:
                 row.append(action_of(action.stage, "R", action.microbatch))
             row.append(action)
         result.append(row)
@@ -444,8 +444,8 @@ def schedule_of(
 
     Raises `CapslogError` for an unknown name, and for a limit that the schedule cannot keep.
     """
-    again = recompute if isinstance(recompute, bool) else tuple(recompute)
-    return [list(row) for row in _known_schedule(name, graph, again, tuple(in_flight), tuple(offload), k)]
+    recomputes = recompute if isinstance(recompute, bool) else tuple(recompute)
+    return [list(row) for row in _known_schedule(name, graph, recomputes, tuple(in_flight), tuple(offload), k)]
 
 
 @functools.lru_cache(maxsize=128)
@@ -479,9 +479,9 @@ def _known_schedule(
             )
     limited = any(plan_limit is not None for plan_limit in in_flight)
     limits = [limit if plan_limit is None else plan_limit for limit, plan_limit in zip_longest(limits, in_flight)]
-    again = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
+    recomputes = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
     if always:
-        return insert_offload(_known_lists(graph, tuple(limits), tuple(again), False), offload)
+        return insert_offload(_known_lists(graph, tuple(limits), tuple(recomputes), False), offload)
     if name == "kfkb":
         schedule = _in_groups(graph, [max(1, most // size) for most, size in zip(limits, together, strict=True)], k)
     elif name == "zb-h1":
@@ -491,7 +491,7 @@ def _known_schedule(
     else:
         looped = interleaved(graph) if name == "interleaved" and not limited else None
         schedule = looped or _known_lists(graph, tuple(limits), (), name == "gpipe")
-    return insert_offload(insert_recompute(schedule, again), offload)
+    return insert_offload(insert_recompute(schedule, recomputes), offload)
 
 
 @functools.lru_cache(maxsize=32)

@@ -57,24 +57,24 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, classes: Tensor, how: _Rows) -> Tensor:
         counts = classes != how.ignored
-        seen, of_class = (x.new_zeros(x.shape[0], dtype=how.dtype) for _ in range(2))
+        log_sums, of_class = (x.new_zeros(x.shape[0], dtype=how.dtype) for _ in range(2))
         with torch.autocast(x.device.type, enabled=False):
             for rows in chunks(x.shape[0], how.rows):
                 logits = _logits(x[rows], weight, bias).to(how.dtype)
                 of_class[rows] = logits.gather(1, _column(classes[rows], counts[rows])).squeeze(1)
-                most = logits.amax(-1, keepdim=True)
+                largest = logits.amax(-1, keepdim=True)
                 # not logsumexp, which copies the logits
-                maps = logits.sub(most) if _is_given(x, weight, how) else logits.sub_(most)
-                seen[rows] = maps.exp_().sum(-1).log_().add_(most.squeeze(1))
+                maps = logits.sub(largest) if _is_given(x, weight, how) else logits.sub_(largest)
+                log_sums[rows] = maps.exp_().sum(-1).log_().add_(largest.squeeze(1))
                 del logits, maps  # before the next chunk's logits are made
         ctx.how = how
-        ctx.save_for_backward(x, weight, bias, classes, seen)
-        return (seen - of_class).masked_fill_(~counts, 0.0).sum() / counts.sum()
+        ctx.save_for_backward(x, weight, bias, classes, log_sums)
+        return (log_sums - of_class).masked_fill_(~counts, 0.0).sum() / counts.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upper: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, classes, seen = ctx.saved_tensors
+        x, weight, bias, classes, log_sums = ctx.saved_tensors
         how, counts = ctx.how, classes != ctx.how.ignored
         # each row's share of the mean; 0 for rows that do not count
         factor = torch.where(counts, upper.to(how.dtype) / counts.sum(), 0.0)[:, None]
@@ -86,9 +86,9 @@ class _Chunked(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             for rows in chunks(x.shape[0], how.rows):
                 if _is_given(x, weight, how):  # compute in the gradient's memory
-                    maps = torch.sub(x[rows], seen[rows, None], out=of_x[rows])
+                    maps = torch.sub(x[rows], log_sums[rows, None], out=of_x[rows])
                 else:
-                    maps = _logits(x[rows], weight, bias).to(how.dtype).sub_(seen[rows, None])
+                    maps = _logits(x[rows], weight, bias).to(how.dtype).sub_(log_sums[rows, None])
                 maps.exp_().scatter_add_(1, _column(classes[rows], counts[rows]), -counts[rows, None].to(how.dtype))
                 maps = maps.mul_(factor[rows]).to(x.dtype)
                 if weight is None:

@@ -229,13 +229,13 @@ class Outbox:
         self._under_way: deque[wire.Sending] = deque()
         # the schedule runs this stage that many microbatches ahead of the next, so it must not wait for them here
         ahead = sum(1 for _ in itertools.takewhile(lambda task: task[0] == FORWARD, pipeline.schedule))
-        self._most = max(_UNDER_WAY, ahead) if kind == FORWARD else _UNDER_WAY
+        self._most_under_way = max(_UNDER_WAY, ahead) if kind == FORWARD else _UNDER_WAY
 
     def put(self, bundle: wire.Bundle) -> None:
         """Begin to send the next microbatch's bundle. Raises PeerLost."""
         sending = wire.send(bundle, next(self._microbatches), self._peer, self._gradients, self._room)
         self._under_way.append(sending)
-        if len(self._under_way) > self._most:
+        if len(self._under_way) > self._most_under_way:
             self._under_way.popleft().wait(current().timeout)
 
     def end_step(self) -> None:

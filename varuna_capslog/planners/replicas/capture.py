@@ -91,10 +91,10 @@ class DegreePeaks:
 
 def merged(costs: GraphCosts, groups: int) -> list[int]:
     """Return the first layer of each of `groups` groups, and L, by the layer merger (Sec. III-A3)."""
-    alone = AdditiveCosts.of_statistics(costs.isolated, costs.added)
+    group_costs = AdditiveCosts.of_statistics(costs.isolated, costs.added)
     bounds = list(range(costs.num_layers + 1))
     while len(bounds) - 1 > max(1, groups):
-        together = [alone.stage_bytes(bounds[at], bounds[at + 2]) for at in range(len(bounds) - 2)]
+        together = [group_costs.stage_bytes(bounds[at], bounds[at + 2]) for at in range(len(bounds) - 2)]
         del bounds[together.index(min(together)) + 1]
     return bounds
 
@@ -399,9 +399,9 @@ class _Space:
         """Return the least peak of layers 0 .. end-1 on the devices that are not used, with the fewest calls in flight;
         None where they cannot be placed.
         """
-        left = self.costs.devices - used
-        if end == 0 or left == 0:
-            return 0 if end == left == 0 else None
+        free_devices = self.costs.devices - used
+        if end == 0 or free_devices == 0:
+            return 0 if end == free_devices == 0 else None
         if (end, used) not in self._least:
             peaks = []
             for degree, shared in self._ways(used):

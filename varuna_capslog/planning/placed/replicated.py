@@ -184,14 +184,14 @@ class PlacedIntervals:
         units, blocks, stage_calls = plan.units, plan.units.blocks or 1, []
         alike, rows = Counter(stage.layers for stage in plan.stages), self._rows(plan)
         for stage in plan.stages:
-            served, in_flight, most = len(stage.blocks or range(blocks)), 0, 0
+            served, in_flight, most_in_flight = len(stage.blocks or range(blocks)), 0, 0
             for action in rows[stage.rank]:
                 in_flight += {"F": 1, "B": -1}.get(action.kind, 0)
-                most = max(most, in_flight)
+                most_in_flight = max(most_in_flight, in_flight)
             waiting = min(1, blocks - 1) if alike[stage.layers] == 1 else served - 1
-            alone, calls = most == 1, served * units.of_block
-            handling = Handling(recomputed=not alone, calls=calls, waiting_blocks=waiting, at_once=alone)
-            stage_calls.append((most, handling))
+            at_once, calls = most_in_flight == 1, served * units.of_block
+            handling = Handling(recomputed=not at_once, calls=calls, waiting_blocks=waiting, at_once=at_once)
+            stage_calls.append((most_in_flight, handling))
         return stage_calls
 
     def _rows(self, plan: Plan) -> Schedule:
@@ -398,8 +398,8 @@ class StagesPlayed:
         best, lack, peak = self.best, 0, 0
         if best is not None and not best.lack and not self.by_peak and not played.beats(best):
             return None
-        told = bool(self.profile.observations)  # without observations the fold has no bytes
-        if told and (self.costs.usable is not None or self.by_peak):
+        can_fold = bool(self.profile.observations)  # without observations the fold has no bytes
+        if can_fold and (self.costs.usable is not None or self.by_peak):
             verdict = self._judged(plan)
             lack = _lack(verdict)
             if lack and not self.by_peak:  # peaks are compared under the limits of the schedule
