@@ -276,9 +276,9 @@ class _Candidates:
         self._search(BudgetSearch(self.chain, longest))
         # a plan that was left out may be better
         if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - SAME)):
-            again = self.best.step / calls if self.best is not None and self.fits else np.inf
-            if again > longest:
-                self._search(BudgetSearch(self.chain, again, self._most_held()))
+            longer = self.best.step / calls if self.best is not None and self.fits else np.inf
+            if longer > longest:
+                self._search(BudgetSearch(self.chain, longer, self._most_held()))
 
     def _most_held(self) -> float:
         """Return the most bytes that a stage may hold in a plan that lacks no more than the best plan so far, with
@@ -290,7 +290,7 @@ class _Candidates:
 
     def weigh_nearby(self) -> None:
         """Evaluate plans near the best plan of every schedule whose bound is below the best step of all."""
-        most = weighings(self.chain)
+        plans = weighings(self.chain)
         for number, candidate in enumerate(sorted(self._fastest.values(), key=lambda candidate: candidate.step)):
             assert self.best is not None, "one fits"
             if self.is_over or self.best.step <= (self.bound + self._update) * (1 + SAME):
@@ -305,7 +305,7 @@ class _Candidates:
 
             chain = self.chains[name]
             try:
-                improved(chain, candidate.stages, candidate.step, weigh, self._cheapest(chain), most // (number + 1))
+                improved(chain, candidate.stages, candidate.step, weigh, self._cheapest(chain), plans // (number + 1))
             except CapslogError:
                 if len(self.chains) == 1:
                     raise
@@ -458,14 +458,14 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         layers = frozenset(layer for number in numbers for layer in stages[number].numbers)
         limit, sizes, away = plan.ranks[rank].capacity_bytes, ranges.moments.of(layers, layers), layers
         usable = NEVER if limit is None else headroom.usable(limit)
-        begun, most = ranges.resident(layers, layers), max(fold.bytes, default=0)
+        begun, peak = ranges.resident(layers, layers), max(fold.bytes, default=0)
         at_end = begun + ranges.update(layers, layers)
         for layer in sorted(sizes, key=lambda layer: -sizes[layer]):
             less = away - {layer}
             resident = ranges.resident(layers, less)
             # moments come back for the update at the end of the step, and add known bytes there
             end = fold.end_bytes + resident + ranges.update(layers, less) - at_end
-            if max(most + resident - begun, end) <= usable:
+            if max(peak + resident - begun, end) <= usable:
                 away = less
         for number in numbers:
             stages[number] = _away(stages[number], away.intersection(stages[number].numbers))
@@ -599,13 +599,13 @@ def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
     least = min(verdict.capacities)
     costs = resolve(AUTO, profile, dataclasses.replace(run, schedule="varuna"))[1]
     enough, count = fewest_devices(costs, headroom.usable(least)), profile.num_layers
-    alone = [headroom.device(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
-    largest = max(range(count), key=lambda layer: alone[layer])
-    why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(alone[largest])} there"
+    layer_bytes = [headroom.device(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
+    largest = max(range(count), key=lambda layer: layer_bytes[layer])
+    why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(layer_bytes[largest])} there"
     # `exact` has a closed form; the plan's own planner would have to search for every number of devices
     way = "planner exact under schedule varuna"
     if enough is not None and enough > len(plan.ranks) + 1:
         way += f", and perhaps fewer with planner {plan.planner}"
-    sentence = verdict.sentence(enough, why if alone[largest] > least else None, way)
+    sentence = verdict.sentence(enough, why if layer_bytes[largest] > least else None, way)
     note = f"{sentence}; with {format_bytes(max(verdict.needed))} on every device this plan fits"
     return dataclasses.replace(plan, notes=(note,), shortfall=verdict.shortfall(enough))

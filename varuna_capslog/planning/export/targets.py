@@ -57,9 +57,9 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
                 "not do; export a plan without, and checkpoint these parts in the model itself"
             )
     graph = plan.stage_graph(edges)
-    others = [edge for edge in graph.edges if edge[1] != edge[0] + 1]
-    if others:
-        sender, receiver = others[0]
+    skips = [edge for edge in graph.edges if edge[1] != edge[0] + 1]
+    if skips:
+        sender, receiver = skips[0]
         raise CapslogError(
             f"routes is {plan.routes!r} and stage {sender} hands on to stage {receiver}, but in a schedule of torch "
             "each stage hands on to the next one; export a plan whose stages are a line"

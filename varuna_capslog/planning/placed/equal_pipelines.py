@@ -182,11 +182,11 @@ def _held(problem: Problem, shares: bool) -> Profile:
     moments evenly.
     """
     profile, replicas = problem.profile, problem.pipelines
-    beside = _waiting_bytes(profile, problem.run, problem.share)
+    waiting = _waiting_bytes(profile, problem.run, problem.share)
     if shares:
         moments = moment_bytes(profile)
-        beside = [more - (moments.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
-    return with_beside(profile, beside)
+        waiting = [more - (moments.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(waiting)]
+    return with_beside(profile, waiting)
 
 
 def shared_round(problem: Problem, planner: str) -> Plan:

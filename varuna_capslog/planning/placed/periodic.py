@@ -167,8 +167,8 @@ class _Periodic:
         return free is not None and pattern.step_seconds(calls) <= free.step_seconds(calls) * (1 + CLOSE)
 
     def _program_seconds(self) -> float:
-        most, least = _PROGRAM_SECONDS
-        return max(least, min(most, self.ends - time.perf_counter()))
+        longest, shortest = _PROGRAM_SECONDS
+        return max(shortest, min(longest, self.ends - time.perf_counter()))
 
     def weigh_smallest(self, costs: ChainCosts) -> None:
         """Simulate plans that run one microbatch after the other, which hold the fewest bytes. The limit of the chain's
@@ -205,10 +205,10 @@ class _Periodic:
     def _plan(self, allocation: Allocation, rows: Sequence[Sequence[str]]) -> Plan:
         run, profile = self.run, self.profile
         actions = tuple(map(tuple, rows))
-        most = _in_flight(actions, len(allocation.stages))
+        limits = _in_flight(actions, len(allocation.stages))
         stages = tuple(
             PlanStage(((self.bounds[stage.first], self.bounds[stage.end]),), (stage.rank,), in_flight=limit)
-            for stage, limit in zip(allocation.stages, most, strict=True)
+            for stage, limit in zip(allocation.stages, limits, strict=True)
         )
         return Plan(
             profile.num_layers,
@@ -222,13 +222,13 @@ class _Periodic:
         )
 
 
-def _all_parts(first: int, end: int, alone: int) -> Iterator[list[tuple[int, int, bool]]]:
-    """Yield all divisions of layers first .. end-1 into (first, end, special), with at most `alone` not special."""
+def _all_parts(first: int, end: int, ordinary: int) -> Iterator[list[tuple[int, int, bool]]]:
+    """Yield all divisions of layers first .. end-1 into (first, end, special), with at most `ordinary` not special."""
     if first == end:
         yield []
     for border in range(first + 1, end + 1):
-        for special in (True, False)[: 1 + (alone > 0)]:
-            for behind in _all_parts(border, end, alone - (not special)):
+        for special in (True, False)[: 1 + (ordinary > 0)]:
+            for behind in _all_parts(border, end, ordinary - (not special)):
                 yield [(first, border, special), *behind]
 
 
@@ -245,10 +245,10 @@ def _one_after_the_other(allocation: Allocation, microbatches: int) -> list[list
 
 def _in_flight(actions: Sequence[Sequence[str]], stages: int) -> list[int]:
     """Most calls of each stage between the begin of a forward and the end of its backward."""
-    most, now = [0] * stages, [0] * stages
+    peaks, now = [0] * stages, [0] * stages
     for text in (text for row in actions for text in row):
         kind = "F" if "F" in text else "B"
         stage = int(text.split(kind)[0])
         now[stage] += 1 if kind == "F" else -1
-        most[stage] = max(most[stage], now[stage])
-    return most
+        peaks[stage] = max(peaks[stage], now[stage])
+    return peaks

@@ -526,10 +526,10 @@ def _one_by_one(numbers: Sequence[int], stage: PlanStage, units: Units) -> tuple
     calls = (blocks or 1) * units.of_block // stage.grain
     ahead = min(stage.in_flight or calls, calls)
     names = [f"{number}F{call}" for call in range(ahead) for number in numbers]
-    again = ahead > 1 and any(interval.recomputes for interval in stage.memory or ())
+    recomputes = ahead > 1 and any(interval.recomputes for interval in stage.memory or ())
     for call in range(calls):
         for number in reversed(numbers):
-            names += [f"{number}R{call}"] if again else []
+            names += [f"{number}R{call}"] if recomputes else []
             names.append(f"{number}B{call}")
         names += [f"{number}F{call + ahead}" for number in numbers] if call + ahead < calls else []
     return tuple(names)
@@ -574,8 +574,8 @@ def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     graph, rows = plan.stage_graph(profile.known_edges), list[Plan]()
     limits = [stage.in_flight or count for stage, count in zip(plan.stages, in_flight_microbatches(graph), strict=True)]
     for times in _WIDER:
-        most = [min(times * limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
-        stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(plan.stages, most, strict=True)]
+        raised = [min(times * limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
+        stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(plan.stages, raised, strict=True)]
         try:
             wider = with_lists(dataclasses.replace(plan, stages=tuple(stages), actions=None))
             rows.append(with_step_seconds(profile, wider, run, link))
@@ -604,10 +604,10 @@ def with_larger_calls(
     """
     if plan.step_seconds is None or _is_long(plan):
         return plan
-    alone = frozenset(profile.conditions.get(ONE_MICROBATCH, ()))
+    one_microbatch = frozenset(profile.conditions.get(ONE_MICROBATCH, ()))
     kinds = list(dict.fromkeys(stage.layers for stage in plan.stages))
     sizes = [1, *(grain for grain in _GRAINS if grain in profile.call_seconds)]
-    choices = [[1] if any(alone & {*range(*span)} for span in kind) else sizes for kind in kinds]
+    choices = [[1] if any(one_microbatch & {*range(*span)} for span in kind) else sizes for kind in kinds]
     orders = [("1f1b", times) for times in (1, *_WIDER)]
     orders += [("kfkb", k) for k in _GROUPS if plan.actions is None]
     plays = itertools.count(1)
@@ -672,8 +672,8 @@ def _with_calls(
     if plan.actions is not None:  # with replicas, whose calls the table counts as one
         limits = [stage.in_flight or limit for stage, limit in zip(plan.stages, limits, strict=True)]
     limits = [times * -(-limit // stage.grain) for limit, stage in zip(limits, stages, strict=True)]
-    most = [min(limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
-    stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(stages, most, strict=True)]
+    limits = [min(limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
+    stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(stages, limits, strict=True)]
     return with_lists(dataclasses.replace(larger, stages=tuple(stages)))
 
 
@@ -709,8 +709,8 @@ def stage_limits(
                 behind[stage_of[writer]].add(stage_of[reader])
     limits, at_once = [0] * len(stages), list(sizes)
     for number in reversed(range(len(stages))):
-        size, others = sizes[number], behind[number]
-        needed = [table_3_2(1, size, 1, at_once[successor], limits[successor]) for successor in others]
+        size, successors = sizes[number], behind[number]
+        needed = [table_3_2(1, size, 1, at_once[successor], limits[successor]) for successor in successors]
         limits[number] = -(-max(needed, default=size) // size) * size
-        at_once[number] = max([size, *(at_once[successor] for successor in others)])
+        at_once[number] = max([size, *(at_once[successor] for successor in successors)])
     return [-(-in_flight // stage.replicas) for in_flight, stage in zip(limits, stages, strict=True)]
