@@ -224,11 +224,11 @@ class _FleetSearch:
         """Group equal devices to kinds, and set the largest number of stages. While there are too many templates, merge
         the two kinds that lose least, with the smaller memory and speed of both; then make pipelines shorter.
         """
-        most = min(self.profile.num_layers, len(self.devices))
+        most_stages = min(self.profile.num_layers, len(self.devices))
         if max_stages is not None:
-            self.max_stages = min(most, fields.whole(max_stages, "max_stages", minimum=1))
+            self.max_stages = min(most_stages, fields.whole(max_stages, "max_stages", minimum=1))
         else:
-            self.max_stages = min(most, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
+            self.max_stages = min(most_stages, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
         headroom = Headroom.of(self.profile)
         members: dict[DeviceKind, list[int]] = {}
         for rank, device in enumerate(self.devices):

@@ -138,9 +138,9 @@ def _has_parts(tree: Tree) -> bool:
 def _decomposed(layers: int, related: Sequence[int]) -> Tree:
     if layers.bit_count() == 1:
         return layers.bit_length() - 1
-    beside = _components(layers, related)
-    if len(beside) > 1:
-        return Parallel(tuple(_decomposed(part, related) for part in beside))
+    components = _components(layers, related)
+    if len(components) > 1:
+        return Parallel(tuple(_decomposed(part, related) for part in components))
     behind = _components(layers, [~neighbours for neighbours in related])
     if len(behind) == 1:
         return Series(tuple(_bits(layers)))
@@ -454,11 +454,11 @@ class StageGraphs:
         if isinstance(last, Series):
             first = self.tree.alike(last)
             assert isinstance(first, Series), "of the same signature"
-            alone = self._series(first, 0, len(first.parts), behind)
+            branch_graphs = self._series(first, 0, len(first.parts), behind)
             if first != last:
                 moved = dict(zip(_in_order(first), _in_order(last), strict=True))
-                alone = [partial._replace(stages=_Moved(moved, partial.stages)) for partial in alone]
-            yield from (_joined(earlier, branch) for earlier in best[end - 1] for branch in alone)
+                branch_graphs = [partial._replace(stages=_Moved(moved, partial.stages)) for partial in branch_graphs]
+            yield from (_joined(earlier, branch) for earlier in best[end - 1] for branch in branch_graphs)
         sums = _NOTHING
         for begin in range(end - 1, -1, -1):
             sums = _sum(sums, self.tree.sums(branches[begin]))
@@ -514,8 +514,8 @@ def _best(rows: Iterable[_PartialGraph], devices: int) -> list[_PartialGraph]:
 
 def _replaced(part: Parallel, number: int, parts: tuple[Tree, ...]) -> tuple[Tree, ...]:
     """Return the branches with `parts` in place of branch `number`."""
-    alone = parts[0] if len(parts) == 1 else Series(parts)
-    branches = alone.parts if isinstance(alone, Parallel) else (alone,) if parts else ()
+    branch = parts[0] if len(parts) == 1 else Series(parts)
+    branches = branch.parts if isinstance(branch, Parallel) else (branch,) if parts else ()
     return (*part.parts[:number], *branches, *part.parts[number + 1 :])
 
 
