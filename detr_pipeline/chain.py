@@ -306,20 +306,20 @@ class FittingWeights:
     """Tensors that a weights file and a chain have in common.
 
     Attributes:
-        found: {address: tensor}.
+        tensors: {address: tensor}.
         skipped: one line per entry that has another shape (heads for other classes), has no place in this chain, or is
             missing from the file. A bare ResNet's classifier, and parts that no ResNet has, are not listed.
         wanted: number of the chain's tensors that a file of this kind can have.
     """
 
-    found: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     skipped: list[str]
     wanted: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return a sentence with the number of tensors that fit, and examples that do not fit."""
         shown = "; ".join(self.skipped[:_SHOWN_SKIPS]) + ("; ..." if len(self.skipped) > _SHOWN_SKIPS else "")
-        return f"it fits {len(self.found)} of {self.wanted} tensors, and {len(self.skipped)} are left out ({shown})"
+        return f"it fits {len(self.tensors)} of {self.wanted} tensors, and {len(self.skipped)} are left out ({shown})"
 
 
 def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
@@ -350,8 +350,8 @@ def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
 
 def from_reference(chain: Chain, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights that `fit` finds, and the entries that it skips."""
-    both = fit(chain, state)
-    return both.found, both.skipped
+    fitting = fit(chain, state)
+    return fitting.tensors, fitting.skipped
 
 
 def _normalised(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:

@@ -50,7 +50,7 @@ _SEED = 0
 """Seed of the sample: every check of a file reads the same pictures."""
 _DECODED = 8
 """Most pictures of more than 8 bits that are decoded, since their headers do not say how many bits count."""
-_UNSEEN = (2, 3, 4)
+_SAME_SIZE = (2, 3, 4)
 """EXIF orientations that leave width and height as they are; 5 to 8 swap them."""
 
 
@@ -159,7 +159,7 @@ def _of_headers(index: CocoIndex, folder: Path, config: DataConfig, missing: Seq
             with opened_image(path, name, config.max_pixels) as file:
                 orientation = file.getexif().get(ORIENTATION, 1)
                 refuse_other_size(index, image, path, _upright_size(file, orientation))
-                if orientation in _UNSEEN or (orientation in (5, 6, 7, 8) and file.width == file.height):
+                if orientation in _SAME_SIZE or (orientation in (5, 6, 7, 8) and file.width == file.height):
                     turned.append(index.file_names[image])
                 if has_more_bits(file):
                     deep.append((path, name))
@@ -206,8 +206,6 @@ class CocoWorkload(Workload):
         """Check the files of both splits for problems that stop a run or spoil its training; see `check_split`."""
         if self.data.uses_digits:
             return
-        from detr_pipeline.coco_task import check_split
-
         splits: tuple[Split, ...] = ("train", "val") if self.data.has_split("val") else ("train",)
         for split in splits:
             yield from check_split(self.data, split)
@@ -226,10 +224,10 @@ class CocoWorkload(Workload):
         """Return specs of a training microbatch of images padded to `size` (H, W)."""
 
     @abstractmethod
-    def seen(
+    def detections_of(
         self, outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the model's detections on an image, in the form of `detr_pipeline.evaluation.Seen`."""
+        """Return the model's detections on an image, in the form of `detr_pipeline.evaluation.DetectionsOf`."""
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
         """Return specs of images of `profile.image_size`, else of the largest padded size that training can have."""
@@ -253,7 +251,7 @@ class CocoWorkload(Workload):
         from detr_pipeline.evaluation import CocoEvaluator
 
         index, ids = open_index(self.data, "val"), class_names(self.data)[0]
-        return CocoEvaluator(index, ids, self.config.run_dir / "detections.json", self.seen)
+        return CocoEvaluator(index, ids, self.config.run_dir / "detections.json", self.detections_of)
 
     def sample_files(self, count: int) -> list[Path]:
         """Return the first pictures of the validation split."""
@@ -278,9 +276,9 @@ class CocoWorkload(Workload):
         written = []
         for path in images:
             inputs, picture = prepare_image(path, self.data)
-            outputs = chain.run({name: tensor.to(device) for name, tensor in self.evaluated(inputs).items()})
+            outputs = chain.run({name: tensor.to(device) for name, tensor in self.inference_inputs(inputs).items()})
             size = torch.tensor([picture.height, picture.width])
-            scores, classes, boxes = self.seen(outputs, 0, size, self.num_classes)
+            scores, classes, boxes = self.detections_of(outputs, 0, size, self.num_classes)
             drawn = draw_detections(picture, scores, classes, boxes, names, _DRAWN_SCORE)
             written.append(save_picture(drawn, out / f"{Path(path).stem}.png"))
             files.write_json(
@@ -288,7 +286,7 @@ class CocoWorkload(Workload):
             )
         return written
 
-    def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def inference_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the chain's inputs for a picture, from the inputs of `prepare_image`."""
         return inputs
 

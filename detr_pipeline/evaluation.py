@@ -28,14 +28,14 @@ from varuna_capslog.reports.run import CURVES_FILE, MOST_CONFUSED
 __all__ = [
     "STATISTICS",
     "CocoEvaluator",
-    "Seen",
+    "DetectionsOf",
     "best_classes",
     "coco_statistics",
     "corners_of",
     "detection_curves",
     "detections",
+    "detections_of_queries",
     "refuse_too_few",
-    "seen_by_queries",
 ]
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ STATISTICS = (
     "AR_large",
 )
 
-Seen = Callable[[Mapping[str, Tensor], int, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+DetectionsOf = Callable[[Mapping[str, Tensor], int, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 """Maps a model's outputs, an image's place in the microbatch, its size [2] (h, w) and the number of classes of the data
 to scores [N], classes [N] and corners in pixels [N, 4], float32 on the CPU."""
 
@@ -70,7 +70,7 @@ def corners_of(boxes: Tensor, sizes: Tensor) -> Tensor:
     return box_convert(boxes.detach().float().cpu(), "cxcywh", "xyxy") * scale[..., None, :]
 
 
-def seen_by_queries(
+def detections_of_queries(
     outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `best_classes` of a DETR's last decoder layer, from `logits` [K, B, Q, C+1] and `boxes` [K, B, Q, 4]."""
@@ -111,7 +111,7 @@ class CocoEvaluator:
         category_ids: category id of every class, in the order of the model's outputs.
         detections_path: file for all detections in COCO's result format; `detection-curves.json` is written beside it.
             None: neither is written.
-        seen: converts the model's outputs to detections.
+        detections_of: converts the model's outputs to detections.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class CocoEvaluator:
         index: CocoIndex,
         category_ids: Sequence[int],
         detections_path: Path | None = None,
-        seen: Seen = seen_by_queries,
+        detections_of: DetectionsOf = detections_of_queries,
     ) -> None:
         self.index, self.category_ids, self.detections_path = index, tuple(category_ids), detections_path
-        self._seen = seen
+        self._detections_of = detections_of
 
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[dict[str, Any]]:
         """Return an entry per image: its id, and all detections' category ids, boxes (x, y, width, height) and scores.
@@ -130,7 +130,7 @@ class CocoEvaluator:
         """
         results = []
         for image, target in enumerate(minibatch.targets[microbatch]):
-            scores, classes, corners = self._seen(outputs, image, target["orig_size"], len(self.category_ids))
+            scores, classes, corners = self._detections_of(outputs, image, target["orig_size"], len(self.category_ids))
             results.append(
                 {
                     "image_id": target["image_id"],
@@ -145,11 +145,11 @@ class CocoEvaluator:
         """Return the twelve COCO numbers and the AP of every class; None without an object of the kind. An image with
         two results counts once; an image without a result counts as missed, with a warning.
         """
-        seen = {result["image_id"]: result for result in results}
-        missing = len(self.index) - len(seen)
+        results_by_image = {result["image_id"]: result for result in results}
+        missing = len(self.index) - len(results_by_image)
         if missing:
             logger.warning("%d of %d images were not evaluated and count as missed", missing, len(self.index))
-        coco_detections = detections(seen.values())
+        coco_detections = detections(results_by_image.values())
         scorer = _scorer(self.index, coco_detections)
         scores = _statistics(self.index, scorer)
         if self.detections_path is not None:

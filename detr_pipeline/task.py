@@ -45,7 +45,7 @@ class DetrWorkload(CocoWorkload):
         """
         chain = build_chain(self.model, self.num_classes)
         if self.model.weights is not None:
-            chains.load_into(chain, self._fitting(chain, self.model.weights).found)
+            chains.load_into(chain, self._fitting(chain, self.model.weights).tensors)
         return chain
 
     def check(self) -> Iterator[RunFinding]:
@@ -58,14 +58,14 @@ class DetrWorkload(CocoWorkload):
                 chain = build_chain(self.model, self.num_classes)
             fit = self._fitting(chain, self.model.weights)
             if fit.skipped:
-                yield RunFinding(f"model.weights={self.model.weights}: {fit.told()}")
+                yield RunFinding(f"model.weights={self.model.weights}: {fit.summary()}")
 
     def _fitting(self, chain: Chain, path: Path) -> chains.FittingWeights:
         """Return the tensors of a weights file that fit the chain. Raises CapslogError where less than half fit."""
         fit = chains.fit(chain, read_state_file(path))
-        if 2 * len(fit.found) < fit.wanted:
+        if 2 * len(fit.tensors) < fit.wanted:
             raise CapslogError(
-                f"model.weights={path}: {fit.told()}; give weights of this model or of a {self.model.backbone}, or "
+                f"model.weights={path}: {fit.summary()}; give weights of this model or of a {self.model.backbone}, or "
                 "take what fits with init_from"
             )
         return fit
@@ -78,13 +78,13 @@ class DetrWorkload(CocoWorkload):
         """Return specs of images and their valid sizes."""
         return input_specs(microbatch_size, size)
 
-    def seen(
+    def detections_of(
         self, outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the best class of every query; see `detr_pipeline.evaluation.seen_by_queries`."""
-        from detr_pipeline.evaluation import seen_by_queries
+        """Return the best class of every query; see `detr_pipeline.evaluation.detections_of_queries`."""
+        from detr_pipeline.evaluation import detections_of_queries
 
-        return seen_by_queries(outputs, image, size, num_classes)
+        return detections_of_queries(outputs, image, size, num_classes)
 
     def profile_targets(self, microbatch_size: int) -> tuple[list[HostTargets], dict[str, float]]:
         """Return targets with a few boxes in every image."""

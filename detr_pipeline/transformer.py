@@ -178,8 +178,8 @@ def split_decoder(
     into.add("norm1", _OfLast(_sum(layer, bias, layer.norm1)), [before, *attended], [first])
     reads = [first, "memory", "valid", "query"]
     if by_heads:
-        seen = _split_attention(into, layer.multihead_attn, "attention", attends[1], reads)
-        into.add("norm2", _sum(layer, layer.multihead_attn.out_proj.bias, layer.norm2), [first, *seen], [middle])
+        from_memory = _split_attention(into, layer.multihead_attn, "attention", attends[1], reads)
+        into.add("norm2", _sum(layer, layer.multihead_attn.out_proj.bias, layer.norm2), [first, *from_memory], [middle])
         fed = _feed_forward(into, layer, middle)
     else:
         merge = _Merge(into.sharing(layer.multihead_attn.out_proj), _sum(layer, None, layer.norm2))
@@ -198,13 +198,13 @@ def split_decoder(
 
 def _attention_to_rows(into: Splitter, attention: Attention, reads: Sequence[str]) -> list[str]:
     """Add parts, each of which attends to some rows of the memory; return the names that they write, outputs first."""
-    outs, seen = (
+    outs, log_sums = (
         [into.value(f"{name}.{part}") for part in range(into.degree)] for name in ("attention", "log_sum_exp")
     )
     for part, name in enumerate(outs):
         module = _AttentionToRows(attention, (part, into.degree))
-        into.add(f"attention.{part}", module, reads, [name, seen[part]])
-    return [*outs, *seen]
+        into.add(f"attention.{part}", module, reads, [name, log_sums[part]])
+    return [*outs, *log_sums]
 
 
 def _split_attention(
@@ -255,10 +255,10 @@ class _AttentionToRows(Projections):
         _, height, width, channels = memory.shape
         part, parts = self.share
         first, end = height * part // parts, height * (part + 1) // parts
-        seen = memory[:, first:end].flatten(1, 2)
-        keys = seen + sine_positions(valid, height, width, channels)[:, first:end].flatten(1, 2)
+        values = memory[:, first:end].flatten(1, 2)
+        keys = values + sine_positions(valid, height, width, channels)[:, first:end].flatten(1, 2)
         hidden = padding_mask(valid, height, width)[:, first * width : end * width]
-        q, k, v = self.projected(x + query, keys, seen)
+        q, k, v = self.projected(x + query, keys, values)
         return self.core.of_block(q, k, v, hidden)
 
 
@@ -340,9 +340,9 @@ def _attend_last_queries(attention: Attention, hidden: Tensor, query: Tensor) ->
 def _attend_memory(attention: Attention, x: Tensor, memory: Tensor, valid: Tensor, query: Tensor) -> Tensor:
     """Return [B, Q, C]: attention of the object queries to a map."""
     _, height, width, channels = memory.shape
-    seen = memory.flatten(1, 2)
-    keys = seen + sine_positions(valid, height, width, channels).flatten(1, 2)
-    return attention(x + query, keys, seen, padding_mask(valid, height, width))
+    values = memory.flatten(1, 2)
+    keys = values + sine_positions(valid, height, width, channels).flatten(1, 2)
+    return attention(x + query, keys, values, padding_mask(valid, height, width))
 
 
 class FeedForwardLayer(nn.Module):

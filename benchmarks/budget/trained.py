@@ -35,7 +35,7 @@ from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.verdict import HostMemory, judged
+from varuna_capslog.planning.verdict import HostMemory, judge_by_fold
 from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -126,11 +126,11 @@ def main() -> None:
             )
             tier = HostMemory(in_files=True) if draw.random() < 1 / 3 else HostMemory()
             link = Link(host_bandwidth=draw.choice([1e9, 1e11]))
-            kept = judged(profile, layerwise_plan(profile, devices, "budget", None, run, link, tier), run.settled())
-            most = max(rank.bytes or 0 for rank in kept.ranks)
-            capacity = int(most * draw.uniform(*PARTS))
+            free = layerwise_plan(profile, devices, "budget", None, run, link, tier)
+            kept = judge_by_fold(profile, free, run.settled())
+            capacity = int(max(rank.bytes or 0 for rank in kept.ranks) * draw.uniform(*PARTS))
             plan = layerwise_plan(profile, devices, "budget", capacity, run, link, tier)
-            plan = judged(profile, plan, dataclasses.replace(run, schedule=plan.schedule or "1f1b"), None, tier)
+            plan = judge_by_fold(profile, plan, dataclasses.replace(run, schedule=plan.schedule or "1f1b"), None, tier)
             if not plan.fits:
                 counts["too small"] += 1
                 continue

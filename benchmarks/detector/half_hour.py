@@ -84,7 +84,7 @@ def ours(name: str, limits: Limits, size: tuple[int, int], decay_steps: int, run
     chain = workload.build_chain()
 
     def outputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return chain.run(workload.evaluated(inputs))
+        return chain.run(workload.inference_inputs(inputs))
 
     reached = []
     for path in sorted(worked_at):

@@ -47,20 +47,20 @@ def one_instance(draw: random.Random, size: int) -> tuple[int, int]:
     profile = random_profile(draw, size)
     handling = random_handling(draw, profile)
     ranges = remembered(RangeBytes(profile, "ranks", True))
-    fronts = IntervalSearch(ranges, LayerSeconds.of_profile(profile), handling)
+    search = IntervalSearch(ranges, LayerSeconds.of_profile(profile), handling)
     choices = weighed(profile, ranges, 0, size, handling, len(IN_FLIGHT))
     seconds, bytes_ = np.array([choice.seconds for choice in choices]), np.array([choice.bytes for choice in choices])
     questions = 0
     for number, in_flight in enumerate(IN_FLIGHT):
         column = bytes_[:, number]
         least = int(column.min())
-        assert fronts.least_bytes(0, size, in_flight) == (least, least)
-        assert fronts.cheapest(0, size, in_flight, least - 1) is None
+        assert search.least_bytes(0, size, in_flight) == (least, least)
+        assert search.cheapest(0, size, in_flight, least - 1) is None
         for budget in {least, int(column.max()), *draw.choices(column.tolist(), k=6)}:
             fit = column <= budget
             best = seconds[fit].min()
             fewest = column[fit & (seconds == best)].min()
-            choice = fronts.cheapest(0, size, in_flight, budget)
+            choice = search.cheapest(0, size, in_flight, budget)
             assert choice is not None
             assert (choice.seconds, choice.bound_seconds, choice.bytes) == (best, best, fewest)
             assert choice.bytes == stage_bytes(ranges, 0, size, choice.intervals, in_flight, handling)
@@ -87,13 +87,13 @@ def of_all_ranges(name: str, profile: Profile, handling: Handling, labels: int) 
     """Measure seconds of the search and of the queries for all ranges and calls in flight, and the optimality gaps."""
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
     began = time.process_time()
-    fronts = IntervalSearch(ranges, seconds, handling, labels)
+    search = IntervalSearch(ranges, seconds, handling, labels)
     searched = time.process_time()
     budgets = [stage_bytes(ranges, 0, profile.num_layers, (), 1, handling) // part for part in (2, 4, 8)]
     gaps, missed, fits = [], 0, 0
     for budget in budgets:
         for in_flight in IN_FLIGHT:
-            achieved, bounds = fronts.seconds(in_flight, budget)
+            achieved, bounds = search.seconds(in_flight, budget)
             there = np.isfinite(achieved)
             gaps += (achieved[there] / bounds[there]).tolist()
             fits += int(there.sum())

@@ -28,7 +28,7 @@ from rows import ROWS, Row
 
 from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planning.export import names_in
-from varuna_capslog.planning.layouts import count_blocks, layout_cuts, parted, read_layout
+from varuna_capslog.planning.layouts import count_blocks, faults_of_cuts, layout_cuts, read_layout
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.solve import solve
 from varuna_capslog.planning.verdict import fold_plan
@@ -140,7 +140,7 @@ def cuts_of(row: Row, profile: Profile) -> list[int]:
     """Return the first layer of each stage of the published layout."""
     names = names_in(profile)
     layout = read_layout(row.layout, count_blocks(names), row.ranks, None, names.num_predictions)
-    faults = [*layout.faults, *parted(layout, names)]
+    faults = [*layout.faults, *faults_of_cuts(layout, names)]
     if faults:
         raise SystemExit(f"row {row.number}, {row.layout}: {'; '.join(faults)}")
     return layout_cuts(layout, names)

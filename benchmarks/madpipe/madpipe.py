@@ -23,10 +23,10 @@ import varuna_capslog
 from varuna_capslog.planners.madpipe import (
     Allocation,
     ChainCosts,
+    allocations_by_counting,
     best_allocation,
     periodic_pattern,
     shortest_pattern,
-    weighed_allocations,
 )
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.periodic import MOST_LAYERS
@@ -114,7 +114,7 @@ class Table:
     def ours(self, costs: ChainCosts) -> float | None:
         """Return the shortest period of three ways to count the special processor."""
         begun = time.perf_counter()
-        weighed_allocations(costs)
+        allocations_by_counting(costs)
         self.timed("search, three countings", costs.devices, time.perf_counter() - begun)
         pattern = shortest_pattern(costs)
         return None if pattern is None else pattern.period

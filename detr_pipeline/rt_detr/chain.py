@@ -161,9 +161,9 @@ class Encoder(nn.Module):
         batch, channels, height, width = x.shape
         tokens = x.flatten(2).transpose(1, 2)
         places = sine_positions(height, width, channels, self.temperature, tokens)
-        seen = layer.self_attn_layer_norm(tokens) if layer.normalize_before else tokens
-        seen, _ = layer.self_attn(hidden_states=seen, attention_mask=None, position_embeddings=places)
-        tokens = tokens + F.dropout(seen, layer.dropout, self.training)
+        attended = layer.self_attn_layer_norm(tokens) if layer.normalize_before else tokens
+        attended, _ = layer.self_attn(hidden_states=attended, attention_mask=None, position_embeddings=places)
+        tokens = tokens + F.dropout(attended, layer.dropout, self.training)
         if not layer.normalize_before:
             tokens = layer.self_attn_layer_norm(tokens)
         # in transformers the second residual sum adds normalised tokens, with either order of the norms

@@ -154,8 +154,8 @@ class RtDetrSource:
         inputs = []
         for specs in minibatch.inputs:
             images = specs["images"]
-            more = {} if self._noise is None else denoising_specs(images.shape[0], laid.queries)
-            inputs.append({"images": images} | more)
+            queries = {} if self._noise is None else denoising_specs(images.shape[0], laid.queries)
+            inputs.append({"images": images} | queries)
         normalisers = {"boxes": float(sum(counts)), "groups": float(laid.count), "most": float(laid.most)}
         recipes = [_Recipe(pairs, laid, epoch) for pairs in minibatch.recipes]
         return replace(minibatch, inputs=inputs, normalisers=normalisers, recipes=recipes)
@@ -163,8 +163,8 @@ class RtDetrSource:
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
         """Decode a microbatch like `CocoSource.load`, and make its denoising queries."""
         recipe: _Recipe = minibatch.recipes[microbatch]
-        alone = Minibatch([minibatch.inputs[microbatch]], [None], recipes=[recipe.pictures])
-        inputs = {"images": self.pictures.load(alone, 0)["images"]}
+        single = Minibatch([minibatch.inputs[microbatch]], [None], recipes=[recipe.pictures])
+        inputs = {"images": self.pictures.load(single, 0)["images"]}
         if self._noise is None:
             return inputs
         noised = [
@@ -346,11 +346,11 @@ class RtDetrWorkload(CocoWorkload):
         wanted = self.architecture.num_denoising
         if not wanted:
             return images
-        most = 1
+        most_boxes = 1
         if self.config.profile.image_size is None and not self.data.uses_digits:
             index = open_index(self.data, "train")
-            most = max(len(index.targets(sample)[1]) for sample in range(len(index)))
-        return images | denoising_specs(microbatch_size, 2 * max(wanted, most))
+            most_boxes = max(len(index.targets(sample)[1]) for sample in range(len(index)))
+        return images | denoising_specs(microbatch_size, 2 * max(wanted, most_boxes))
 
     def profile_targets(self, microbatch_size: int) -> tuple[list[HostTargets], dict[str, float]]:
         """Return targets with a few boxes in every image; their number divides that of positive denoising queries."""
@@ -377,14 +377,14 @@ class RtDetrWorkload(CocoWorkload):
         """Return the validation split, or None where the config names none."""
         return self._source("val") if self.data.has_split("val") else None
 
-    def seen(
+    def detections_of(
         self, outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the best pairs of query and class; see `best_places`."""
         last = self.architecture.decoder_layers - 1
         return best_places(outputs[f"logits_{last}"][image], outputs[f"boxes_{last}"][image], size, num_classes)
 
-    def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def inference_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the picture, and empty denoising inputs where the model denoises."""
         images = {"images": inputs["images"]}
         if not self._denoises:

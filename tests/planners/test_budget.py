@@ -183,8 +183,8 @@ def test_the_plan_is_judged_by_its_ranks_and_keeps_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize("seed", some(range(6), 3))
-def test_a_long_chain_is_cut_at_some_places_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PLACES is set to 4 for nine layers: stages use only these places, and are no faster than with all places."""
+def test_a_long_chain_is_cut_at_some_borders_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MOST_BORDERS is set to 4 for nine layers: stages use only these cuts, and are no faster than with all cuts."""
     profile, run = timed(random.Random(seed), 9), RunShape(4, "1f1b")
     free = plan(profile, 2, "budget", run=run)
     assert free.peak_bytes is not None
@@ -192,7 +192,7 @@ def test_a_long_chain_is_cut_at_some_places_alone(seed: int, monkeypatch: pytest
     full = Layerwise.of_profile(profile, run, 2, usable)
     full_search = BudgetSearch(full)
     assert full_search.borders is None
-    monkeypatch.setattr("varuna_capslog.planners.budget.PLACES", 4)
+    monkeypatch.setattr("varuna_capslog.planners.budget.MOST_BORDERS", 4)
     search = BudgetSearch(full)
     assert search.borders is not None
     assert {0, 9} < search.borders
@@ -260,9 +260,9 @@ def test_stages_that_always_hold_too_much_are_not_searched_and_change_no_answer(
     stages = every.stages(chain)
     assert stages is not None
     assert (max(stage.lack for stage in stages) == 0) is fits
-    light = BudgetSearch(chain, most=1.125 * (usable + max(stage.lack for stage in stages)))
+    light = BudgetSearch(chain, most_bytes=1.125 * (usable + max(stage.lack for stage in stages)))
     assert light.stages(chain) == stages
     whole = (0, profile.num_layers - devices + 1)
     assert every.cheapest(chain, 0, *whole, 10**12) is not None
     assert light.cheapest(chain, 0, *whole, 10**12) is None  # not searched
-    assert BudgetSearch(chain, most=0.9 * (usable + max(stage.lack for stage in stages))).stages(chain) is None
+    assert BudgetSearch(chain, most_bytes=0.9 * (usable + max(stage.lack for stage in stages))).stages(chain) is None

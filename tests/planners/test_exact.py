@@ -275,18 +275,18 @@ def test_devices_that_differ_with_costs_of_any_form(kind: str, position_free: bo
 
 def test_loose_capacities_leave_long_ranges_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only ranges up to the length of a stage of the even split are searched, of 20,100 for 200 equal layers."""
-    weighed: list[int] = []
+    range_counts: list[int] = []
     search = exact._with_smallest_peak
 
     def watch(ranges: Ranges, *others: Any) -> Any:
-        weighed.append(len(ranges.firsts))
+        range_counts.append(len(ranges.firsts))
         return search(ranges, *others)
 
     monkeypatch.setattr(exact, "_with_smallest_peak", watch)
     costs = AdditiveCosts.of_statistics([1] * 200, [1] * 200)
     even = [10 * stage for stage in range(20)]
     assert exact_cuts(costs, 20, [1000, 2000] * 10) == even
-    assert weighed == [sum(200 - longer for longer in range(10))]
+    assert range_counts == [sum(200 - longer for longer in range(10))]
 
 
 @pytest.mark.parametrize("position_free", [True, False])

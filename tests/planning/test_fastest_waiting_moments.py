@@ -16,7 +16,7 @@ from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import all_away
 from varuna_capslog.planning.playing import with_step_seconds
-from varuna_capslog.planning.verdict import HostMemory, fold_plan, judged
+from varuna_capslog.planning.verdict import HostMemory, fold_plan, judge_by_fold
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -46,7 +46,7 @@ def planned(profile: Profile, devices: int, capacity: int, tier: HostMemory | No
 
 
 def fits(profile: Profile, plan: Plan) -> bool:
-    return judged(profile, plan, dataclasses.replace(RUN, schedule=plan.schedule or "1f1b")).fits is True
+    return judge_by_fold(profile, plan, dataclasses.replace(RUN, schedule=plan.schedule or "1f1b")).fits is True
 
 
 def smallest(profile: Profile, devices: int, all_moments_away: bool) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import LayerModules, ModelNames
-from varuna_capslog.planning.export import TARGETS, Request, written
+from varuna_capslog.planning.export import TARGETS, Request, export_text
 from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
@@ -60,7 +60,7 @@ def test_what_is_exported_is_read_back() -> None:
         request = Request(plan, RunShape(recompute=False), names=names)
         for target in ("megatron", "primus", "vllm", "sglang", "vllm-ascend", "diffusion-pipe", "verl", "slime"):
             try:
-                text = written(target, request)
+                text = export_text(target, request)
             except CapslogError:
                 assert target in ("verl", "slime")
                 assert ranks > 2  # the stages between the ends are unequal
@@ -84,21 +84,21 @@ def test_empty_chunks_are_exported_and_read_back() -> None:
         dealt = dealt_out(placement)
         if dealt is None or dealt[0] != list(range(ranks)):
             continue
-        text = written("megatron", Request(plan, RunShape(recompute=False), names=names))
+        text = export_text("megatron", Request(plan, RunShape(recompute=False), names=names))
         exported += 1
         layout = read_layout(text, 12, ranks)
         read = layout_cuts(layout, names)
         filled = [stage for stage, (first, end) in enumerate(pairwise((*read, 15))) if first < end]
         assert [read[stage] for stage in filled] == cuts
         assert [stage % ranks for stage in filled] == placement
-        primus = written("primus", Request(plan, RunShape(recompute=False), names=names))
+        primus = export_text("primus", Request(plan, RunShape(recompute=False), names=names))
         assert primus == f'pipeline_model_parallel_layout: "{text.strip()}"\n'
     assert exported > 20
     for placement, last in (([0, 1, 0], 1), ([1, 0, 1], 0)):
         plan = Plan(15, stages_of_pipelines(15, [0, 4, 9], 1, 1, placement), Units(12, 1, 1), "interleaved")
         sentence = f"Megatron begins on the first and ends on the last of them; end the plan on rank {last}$"
         with pytest.raises(CapslogError, match=sentence):
-            written("megatron", Request(plan, RunShape(recompute=False), names=names))
+            export_text("megatron", Request(plan, RunShape(recompute=False), names=names))
 
 
 def test_cuts_of_chunks_embedding_and_head() -> None:
@@ -132,7 +132,7 @@ def test_exports_of_layers_for_multi_token_prediction_are_read_back() -> None:
 
     def exported(target: str, cuts: list[int]) -> str:
         plan = Plan.of_cuts(8, cuts, schedule="1f1b")
-        return written(target, Request(plan, RunShape(recompute=False), names=names)).strip()
+        return export_text(target, Request(plan, RunShape(recompute=False), names=names)).strip()
 
     assert exported("megatron", [0, 3]) == "Et*2|t*2mL"
     assert exported("megatron", [0, 3, 6, 7]) == "Et*2|t*2|m|L"
@@ -155,7 +155,7 @@ def test_a_layer_that_holds_all_layers_for_multi_token_prediction_counts_each() 
         names = ModelNames(("embed", *blocks, "norm", "prediction_0", "head"), **more)
         assert names.num_predictions == 2
         plan = Plan.of_cuts(8, [0, 3], schedule="1f1b")
-        text = written("megatron", Request(plan, RunShape(recompute=False), names=names)).strip()
+        text = export_text("megatron", Request(plan, RunShape(recompute=False), names=names)).strip()
         assert text == "Et*2|t*2mmL"
         assert layout_cuts(read_layout(text, 4, 2, num_predictions=2), names) == [0, 3]
         assert layout_cuts(read_layout("Ett|tt|mm|L", 4, 4, num_predictions=2), names) == [0, 3, 6, 7]

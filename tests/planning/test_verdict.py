@@ -13,7 +13,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge, judge_plan, rehearsed
+from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge, judge_plan, judge_rehearsal
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Shortfall, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
@@ -111,9 +111,9 @@ def test_a_plan_that_its_rehearsal_exceeds_does_not_fit() -> None:
 
     answer = plan(profile, 2, capacity=30)
     assert answer.fits
-    smaller = rehearsed(answer, [19, 21], [1, 0], Headroom.of(profile), find)
+    smaller = judge_rehearsal(answer, [19, 21], [1, 0], Headroom.of(profile), find)
     assert (smaller.fits, smaller.stage_bytes, smaller.peak_bytes, capacities) == (True, (19, 21), 21, [])
-    larger = rehearsed(answer, [19, 21], [1, 5], Headroom.of(profile), find)
+    larger = judge_rehearsal(answer, [19, 21], [1, 5], Headroom.of(profile), find)
     assert (larger.fits, larger.peak_bytes) == (False, 21)
     assert (larger.shortfall, capacities) == (Shortfall(1, 2, None), [28])
     assert larger.notes[-1] == "does not fit: stage 1 needs 32 B of 30 B when its own program is rehearsed"

@@ -16,7 +16,7 @@ from varuna_capslog.memory import resolve
 from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.planning.simulation import simulate_plan
-from varuna_capslog.planning.verdict import HostMemory, fold_plan, judged, with_rank_bytes, within_tier
+from varuna_capslog.planning.verdict import HostMemory, fold_plan, judge_by_fold, with_rank_bytes, within_tier
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -44,18 +44,18 @@ def seconds(profile: Profile) -> Profile:
 def test_every_rank_is_judged_by_all_its_stages() -> None:
     profile = profile_of(MODEL, "cpu")
     first, second = (rank_fold.peak_bytes for rank_fold in fold_plan(profile, plan_with(), RUN))
-    plan = judged(profile, plan_with(first, second), RUN)
+    plan = judge_by_fold(profile, plan_with(first, second), RUN)
     assert (plan.fits, plan.peak_bytes, plan.memory_model) == (True, max(first, second), "ranks")
     assert [rank.bytes for rank in plan.ranks] == [first, second]
-    less = judged(profile, plan_with(first - 1, second), RUN)
+    less = judge_by_fold(profile, plan_with(first - 1, second), RUN)
     assert (less.fits, less.shortfall) == (False, Shortfall(None, 1, rank=0))
     assert less.notes == (
         f"does not fit: rank 0 needs {format_bytes(first)} of {format_bytes(first - 1)}, 1 B too much; give that rank "
         "less to hold, or a device with more",
     )
     # a rank without a capacity has no limit; without any, the plan fits
-    assert judged(profile, plan_with(None, second - 1), RUN).shortfall == Shortfall(None, 1, rank=1)
-    assert judged(profile, plan_with(), RUN).fits is True
+    assert judge_by_fold(profile, plan_with(None, second - 1), RUN).shortfall == Shortfall(None, 1, rank=1)
+    assert judge_by_fold(profile, plan_with(), RUN).fits is True
 
 
 def test_only_stages_that_recompute_have_an_r() -> None:
@@ -81,7 +81,7 @@ def test_a_plans_own_lists_are_folded() -> None:
 def test_the_rehearsal_has_the_last_word() -> None:
     profile = profile_of(MODEL, "cpu")
     sizes = [rank_fold.peak_bytes for rank_fold in fold_plan(profile, plan_with(), RUN)]
-    plan = judged(profile, plan_with(*sizes), RUN, lambda: [sizes[0] - 2, sizes[1] + 3])
+    plan = judge_by_fold(profile, plan_with(*sizes), RUN, lambda: [sizes[0] - 2, sizes[1] + 3])
     assert [rank.bytes for rank in plan.ranks] == [sizes[0] - 2, sizes[1] + 3]
     assert plan.shortfall == Shortfall(None, 3, rank=1)
     assert plan.notes[-1].endswith(
@@ -91,8 +91,8 @@ def test_the_rehearsal_has_the_last_word() -> None:
     def never() -> list[int]:
         raise AssertionError("nothing to confirm")
 
-    assert judged(profile, plan_with(1, 1), RUN, never).fits is False
-    assert judged(profile, plan_with(), RUN, never).fits is True
+    assert judge_by_fold(profile, plan_with(1, 1), RUN, never).fits is False
+    assert judge_by_fold(profile, plan_with(), RUN, never).fits is True
 
 
 def test_recomputed_parts_of_layers_are_rehearsed_where_the_profile_has_no_runs_with_them() -> None:
@@ -104,9 +104,9 @@ def test_recomputed_parts_of_layers_are_rehearsed_where_the_profile_has_no_runs_
     why = r"the memory interval recompute 2-3 \(mlp\) treats parts of its layers, and the profile has no runs of these"
     with pytest.raises(CapslogError, match=why):
         fold_plan(profile, parted, RUN)
-    rehearsed = judged(profile, parted, RUN, lambda: [5, 7])
+    rehearsed = judge_by_fold(profile, parted, RUN, lambda: [5, 7])
     assert ([rank.bytes for rank in rehearsed.ranks], rehearsed.fits) == ([5, 7], True)
-    unknown = judged(profile, parted, RUN)
+    unknown = judge_by_fold(profile, parted, RUN)
     assert (unknown.fits, unknown.ranks[0].bytes) == (None, None)
     assert "the profile has no runs of these layers with them" in unknown.notes[-1]
 
@@ -116,33 +116,33 @@ def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:
     profile = profile_of(MODEL, "cpu")
     rows = tuple(dataclasses.replace(row, action_bytes=None) for row in profile.observations)
     measured = dataclasses.replace(profile, observations=rows)
-    assert judged(measured, plan_with(9, 9), RUN, lambda: [8, 9]).fits is True
+    assert judge_by_fold(measured, plan_with(9, 9), RUN, lambda: [8, 9]).fits is True
     enough = [10 * rank_fold.peak_bytes for rank_fold in fold_plan(profile, plan_with(), RUN)]
 
     def cannot() -> list[int]:
         raise CapslogError("layers 0 to 1 cannot run on fake tensors")
 
-    plan = judged(measured, plan_with(*enough), RUN, cannot)
+    plan = judge_by_fold(measured, plan_with(*enough), RUN, cannot)
     assert plan.fits is True
     assert plan.notes[-1].endswith("not confirmed by a rehearsal: layers 0 to 1 cannot run on fake tensors")
     estimate = dataclasses.replace(profile, source="estimated")
-    assert judged(profile, plan_with(*enough), RUN, cannot).notes == (), "far from full, it needs no rehearsal"
+    assert judge_by_fold(profile, plan_with(*enough), RUN, cannot).notes == (), "far from full, it needs no rehearsal"
     barely = [rank_fold.peak_bytes for rank_fold in fold_plan(profile, plan_with(), RUN)]
     with pytest.raises(CapslogError, match="cannot run on fake tensors"):
-        judged(estimate, plan_with(*barely), RUN, cannot)
+        judge_by_fold(estimate, plan_with(*barely), RUN, cannot)
     # a measurement on CUDA outweighs a rehearsal, which knows no kernel workspaces
-    assert judged(profile_of(MODEL, "cuda"), plan_with(*enough), RUN, cannot).notes == ()
+    assert judge_by_fold(profile_of(MODEL, "cuda"), plan_with(*enough), RUN, cannot).notes == ()
 
 
 def test_what_cannot_be_said_is_null_and_says_why() -> None:
     plan = Plan(3, (PlanStage(((0, 3),), (0,)),), Units(4, 1, 1), "1f1b", ranks=(PlanRank(capacity_bytes=9),))
-    judged_plan = judged(SHORT, plan, RUN)
+    judged_plan = judge_by_fold(SHORT, plan, RUN)
     assert (judged_plan.fits, judged_plan.ranks[0].bytes) == (None, None)
     assert "memory model 'ranks' needs observations" in judged_plan.notes[0]
     with pytest.raises(CapslogError, match="the profile has 3 layers, the plan 6"):
         fold_plan(SHORT, plan_with(), RUN)
     low = dataclasses.replace(profile_of(MODEL, "cpu"), conditions={"limits": ["bfloat16"]})
-    assert "the estimate is too low for bfloat16" in judged(low, plan_with(9, 9), RUN).notes[0]
+    assert "the estimate is too low for bfloat16" in judge_by_fold(low, plan_with(9, 9), RUN).notes[0]
 
 
 def test_the_host_tier_counts_where_it_is_the_same_memory() -> None:
@@ -159,18 +159,18 @@ def test_a_host_tier_that_is_too_small_is_named_before_the_run() -> None:
     plan = dataclasses.replace(plan_with(), stages=stages)
     (_, size) = (rank_fold.host_bytes for rank_fold in fold_plan(profile, plan, RUN))
     assert size > 0
-    assert judged(profile, plan, RUN, tier=HostMemory(size)).fits is True
-    judged_plan = judged(profile, plan, RUN, tier=HostMemory(size - 1))
+    assert judge_by_fold(profile, plan, RUN, tier=HostMemory(size)).fits is True
+    judged_plan = judge_by_fold(profile, plan, RUN, tier=HostMemory(size - 1))
     assert (judged_plan.fits, judged_plan.shortfall) == (False, Shortfall(None, 1, rank=1))
     assert judged_plan.notes == (
         f"does not fit: rank 1 needs {format_bytes(size)} of the {format_bytes(size - 1)} that its host tier may hold "
         "(pipeline.host_capacity), 1 B too much; raise it, or offload fewer layers",
     )
     # on the CPU a tier in memory counts against the device's capacity, one in files does not
-    peak = judged(profile, plan, RUN).ranks[1].bytes
+    peak = judge_by_fold(profile, plan, RUN).ranks[1].bytes
     limited = dataclasses.replace(plan, ranks=(PlanRank(), PlanRank(capacity_bytes=peak)))
-    assert judged(profile, limited, RUN).fits is False
-    assert judged(profile, limited, RUN, tier=HostMemory(in_files=True)).fits is True
+    assert judge_by_fold(profile, limited, RUN).fits is False
+    assert judge_by_fold(profile, limited, RUN, tier=HostMemory(in_files=True)).fits is True
 
 
 def test_so_is_one_for_the_inputs_of_stages_that_a_search_has_found() -> None:

@@ -26,7 +26,7 @@ from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.planning.verdict import judged
+from varuna_capslog.planning.verdict import judge_by_fold
 from varuna_capslog.plans.parts import KEEP, MemoryInterval, PlanRank, PlanStage, Units, scheduled
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
@@ -141,8 +141,8 @@ def test_the_profile_for_a_plan_with_intervals_tells_forwards_without_a_graph(tm
 def test_a_profile_of_one_microbatch_per_call_is_judged_by_the_rehearsal() -> None:
     stages = (PlanStage(((0, 7),), (0,), grain=8, memory=None),)
     plan = Plan(7, stages, Units(8, SIZE, 1), "1f1b", ranks=(PlanRank(capacity_bytes=1 << 30),))
-    assert judged(estimated(False, (2, 4)), plan, RunShape(8, "1f1b", False), lambda: [1 << 20]).fits is True
-    unrehearsed = judged(estimated(False, (2, 4)), plan, RunShape(8, "1f1b", False))
+    assert judge_by_fold(estimated(False, (2, 4)), plan, RunShape(8, "1f1b", False), lambda: [1 << 20]).fits is True
+    unrehearsed = judge_by_fold(estimated(False, (2, 4)), plan, RunShape(8, "1f1b", False))
     assert unrehearsed.fits is None
     assert "a stage of grain 8 takes 32 samples in one call, and the profile has no runs" in unrehearsed.notes[-1]
 

@@ -16,7 +16,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.own_data.handed import DataSection
 from varuna_capslog.own_data.workload import LOSSES
 from varuna_capslog.profiling.variant_check import check_variants
-from varuna_capslog.variants.chunked_loss import _LinearLoss, chunked_cross_entropy, chunked_loss, leave_logits
+from varuna_capslog.variants.chunked_loss import _LinearLoss, chunked_cross_entropy, chunked_loss, drop_unread_logits
 from varuna_capslog.variants.registry import difference
 
 CLASSES, WIDTH = 12, 4
@@ -89,7 +89,7 @@ def test_the_loss_of_a_captured_model_goes_in_chunks(kind: str, exact: float, wh
     assert (chunked_loss(chunked), chunked_loss(chunked)) == (1, 0)
     assert list(chunked.state_dict()) == list(plain.state_dict())
     readers = {("loss", 0): (1,), ("logits", 0): (1,)}
-    leave_logits([chunked], [layer.writes], readers if whole else {("loss", 0): (1,)})
+    drop_unread_logits([chunked], [layer.writes], readers if whole else {("loss", 0): (1,)})
     inputs = {"classes": torch.tensor([[1, 2, 3, 4, 5]] * 2)}
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
     arguments, place = [inputs.get(name, x) for name in layer.reads], layer.writes.index("logits")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.model.chain import Layer
 from varuna_capslog.variants.registry import TOLERANCES, difference, known_variants
-from varuna_capslog.variants.wrapped import leave_layouts
+from varuna_capslog.variants.wrapped import drop_conversions
 
 
 class _Layer(nn.Module):
@@ -133,7 +133,7 @@ def test_between_neighbours_with_channels_last_nothing_is_converted() -> None:
     together = copy.deepcopy(apart)
     writes = [("x", "y")] * 3
     readers = {("x", 0): (1,), ("x", 1): (2, 3), ("x", 2): (3,), ("y", 2): (3,)}
-    leave_layouts(together, writes, readers)
+    drop_conversions(together, writes, readers)
     runs = []
     for layers in (apart, together):
         x, formats = torch.rand(2, 8, 9, 7, generator=torch.Generator().manual_seed(1)), []
@@ -145,5 +145,5 @@ def test_between_neighbours_with_channels_last_nothing_is_converted() -> None:
     assert torch.equal(runs[0][1], runs[1][1])
     assert torch.equal(runs[0][2], runs[1][2])
     # a reader without channels-last gets a contiguous tensor, as before
-    leave_layouts([together[0], nn.Identity(), together[2]], writes, readers)
+    drop_conversions([together[0], nn.Identity(), together[2]], writes, readers)
     assert together[0](torch.rand(2, 8, 9, 7), torch.tensor(2.0))[0].is_contiguous()

@@ -96,7 +96,7 @@ class ExportFlags:
 def export(flags: ExportFlags) -> None:
     """Write a plan, or a run's weights, in the form of another system. What that form cannot express is a warning."""
     from varuna_capslog.base import fields, files
-    from varuna_capslog.planning.export import TARGETS, Request, notes, written
+    from varuna_capslog.planning.export import TARGETS, Request, export_text, notes
     from varuna_capslog.plans.plan import latest_plan, read_plan
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import RunShape
@@ -127,7 +127,7 @@ def export(flags: ExportFlags) -> None:
     edges = None if profile is None or plan.routes == "relay" else profile.known_edges
     names = _names(TARGETS[flags.to].needs, profile, model, run_config, flags.trust)
     request = Request(plan, run, edges, names, flags.block_names)
-    text = written(flags.to, request)
+    text = export_text(flags.to, request)
     if flags.output is None:
         typer.echo(text, nl=False)
     else:

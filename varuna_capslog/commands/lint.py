@@ -84,7 +84,7 @@ def lint(flags: LintFlags) -> None:
     from varuna_capslog.planning.chunks import chunk_bound
     from varuna_capslog.planning.export import names_in
     from varuna_capslog.planning.export.layer_counts import block_letters
-    from varuna_capslog.planning.layouts import count_blocks, layout_cuts, parted, read_layout
+    from varuna_capslog.planning.layouts import count_blocks, faults_of_cuts, layout_cuts, read_layout
     from varuna_capslog.planning.problem import Problem
     from varuna_capslog.start.prepare import plan_run
 
@@ -102,7 +102,7 @@ def lint(flags: LintFlags) -> None:
     num_blocks, num_predictions = count_blocks(names, flags.block_names), names.num_predictions
     letters = block_letters(names, flags.block_names)
     layout = read_layout(text, num_blocks, ranks, flags.system, num_predictions, letters)
-    layout = replace(layout, faults=layout.faults or tuple(parted(layout, names, flags.block_names)))
+    layout = replace(layout, faults=layout.faults or tuple(faults_of_cuts(layout, names, flags.block_names)))
     if layout.faults:
         if flags.as_json:
             shared.print_json(_record(layout, None, None))

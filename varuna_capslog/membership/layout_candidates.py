@@ -28,7 +28,7 @@ from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import NOT_ASKED_ANEW, planner_named
 from varuna_capslog.planning.simulation import UPDATE_RATE
 from varuna_capslog.planning.solve import solve
-from varuna_capslog.planning.verdict import HostMemory, judged, with_stage_bytes
+from varuna_capslog.planning.verdict import HostMemory, judge_by_fold, with_stage_bytes
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, with_beside
@@ -482,7 +482,7 @@ class Budgeted:
         """Sentence on what a plan lacks on these devices, by a simulation with snapshots; None: it fits."""
         limits = tuple(PlanRank(capacity_bytes=size or None) for size in capacities[: plan.num_ranks])
         bare = dataclasses.replace(plan, ranks=limits, fits=None, shortfall=None, notes=())
-        verdict = judged(self._held, bare, self._run.settled(), tier=self._tier)
+        verdict = judge_by_fold(self._held, bare, self._run.settled(), tier=self._tier)
         return None if verdict.fits else "; ".join(verdict.notes)
 
     def step_seconds(self, plan: Plan) -> float | None:
@@ -535,7 +535,7 @@ class Budgeted:
             shortfall=None,
             notes=(),
         )
-        plan = judged(profile, bare, run, tier=self._tier)
+        plan = judge_by_fold(profile, bare, run, tier=self._tier)
         if not verdict.fits:
             plan = dataclasses.replace(plan, fits=verdict.fits, shortfall=verdict.shortfall, notes=verdict.notes)
         return with_stage_bytes(plan)

@@ -32,7 +32,7 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Move, Seat, list_moves, newest_boundary
 from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planning.playing import play
-from varuna_capslog.planning.verdict import judged
+from varuna_capslog.planning.verdict import judge_by_fold
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import with_beside
@@ -545,10 +545,10 @@ class SmallMotion:
             room = headroom.usable(seat.capacity or NO_LIMIT) - copied_bytes
             limits.append(PlanRank(capacity_bytes=max(1, headroom.device(max(0, room))), speed=speed))
         held = with_beside(profile, candidates.beside or [0] * profile.num_layers)
-        tight = judged(held, dataclasses.replace(plan, ranks=tuple(limits)), candidates.run, tier=placer.tier)
+        tight = judge_by_fold(held, dataclasses.replace(plan, ranks=tuple(limits)), candidates.run, tier=placer.tier)
         if not tight.fits:
             return None
         pairs = zip(seats, speeds, strict=True)
         devices = tuple(PlanRank(capacity_bytes=seat.capacity or None, speed=speed) for seat, speed in pairs)
-        verdict = judged(profile, dataclasses.replace(plan, ranks=devices), candidates.run, tier=placer.tier)
+        verdict = judge_by_fold(profile, dataclasses.replace(plan, ranks=devices), candidates.run, tier=placer.tier)
         return dataclasses.replace(verdict, step_seconds=seconds)

@@ -22,7 +22,7 @@ from varuna_capslog.base.functions import call_function
 from varuna_capslog.config.defaults import BF16_MASTER, BF16_WEIGHTS
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.splitting.chains import split_chain
-from varuna_capslog.variants.registry import apply_variants, tell_readers
+from varuna_capslog.variants.registry import apply_variants, drop_unread_work
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -167,7 +167,7 @@ class Workload(ABC):
             )
         if self.variants:
             apply_variants([(layer.name, layer.module) for layer in chain.layers], self.variants, self.numerics)
-            tell_readers(
+            drop_unread_work(
                 [layer.module for layer in chain.layers], [layer.writes for layer in chain.layers], chain.readers
             )
         return chain

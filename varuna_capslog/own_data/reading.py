@@ -92,7 +92,7 @@ class SampleReader:
                     raise
                 except Exception as error:
                     raise CapslogError(
-                        f"sample {sample} of {_called(split)} cannot be read ({_told(error)}); mend or remove it"
+                        f"sample {sample} of {_called(split)} cannot be read ({_cause(error)}); mend or remove it"
                     ) from error
         if self._collate is None:
             self._collate = named_or_handed(self._keys, "collate") or default_collate
@@ -103,7 +103,7 @@ class SampleReader:
                 raise
             except Exception as error:
                 raise CapslogError(
-                    f"the samples {list(samples)} of {_called(split)} do not collate ({_told(error)}); make all "
+                    f"the samples {list(samples)} of {_called(split)} do not collate ({_cause(error)}); make all "
                     "samples alike, or give a collate function that pads them to one size (data.collate)"
                 ) from error
 
@@ -131,7 +131,7 @@ def _called(split: str) -> str:
     return "the data set" if split == "dataset" else "the validation data"
 
 
-def _told(error: Exception) -> str:
+def _cause(error: Exception) -> str:
     """Return the error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 

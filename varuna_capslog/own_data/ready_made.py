@@ -85,9 +85,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             with Image.open(path) as opened:
                 picture = opened.convert("RGB")
         except Exception as error:  # Pillow raises many kinds for a damaged file
-            told = " ".join(str(error).split())
+            cause = " ".join(str(error).split())
             raise CapslogError(
-                f"the picture {path} cannot be decoded ({type(error).__name__}: {told}); mend or remove it"
+                f"the picture {path} cannot be decoded ({type(error).__name__}: {cause}); mend or remove it"
             ) from error
         picture = picture.resize((self.size, self.size), Image.Resampling.BILINEAR, self._box(*picture.size))
         pixels = torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255).permute(2, 0, 1)

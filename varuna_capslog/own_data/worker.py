@@ -42,7 +42,7 @@ def main() -> None:
             except (EOFError, BrokenPipeError):
                 raise
             except Exception as error:
-                told = " ".join(f"{type(error).__name__}: {error}".split())
-                send(answers, (False, f"the batch of the samples {samples} cannot leave its loader process ({told})"))
+                cause = " ".join(f"{type(error).__name__}: {error}".split())
+                send(answers, (False, f"the batch of the samples {samples} cannot leave its loader process ({cause})"))
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the parent has ended or closed the pipe

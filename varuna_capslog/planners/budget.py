@@ -32,8 +32,8 @@ __all__ = ["BudgetSearch", "budget_stages", "kept_bound", "kept_cuts", "stages_b
 
 LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
-PLACES = 64
-"""Most places for cuts and interval borders in a chain of more than 1.5 times as many layers."""
+MOST_BORDERS = 64
+"""Most cuts where stages and intervals may begin and end, in a chain of more than 1.5 times as many layers."""
 _ROUNDS = 8
 """Most searches of the cuts; each reserves more bytes than the search before."""
 _ALL_STAGES, _ALL_CALLS = 5, 40
@@ -90,38 +90,38 @@ def stages_bound(chain: Layerwise, stages: Sequence[StageChoice]) -> float:
 class BudgetSearch:
     """Searches one chain under several schedules, which share the interval searches of its stages. longest: most
     seconds of a stage's call. Longer stages are left out: a step with such a stage takes more than `longest` times the
-    microbatches. most: stages that hold more bytes at all times are left out, too; no plan that fits, or that lacks the
+    microbatches. most_bytes: stages that hold more at all times are left out, too; no plan that fits, or that lacks the
     fewest bytes, may have such a stage. borders: cuts of a long chain where stages and intervals may begin and end;
     None: all.
     """
 
-    def __init__(self, chain: Layerwise, longest: float = np.inf, most: float = np.inf) -> None:
-        self._chain, self.longest, self._most = chain, longest, most
+    def __init__(self, chain: Layerwise, longest: float = np.inf, most_bytes: float = np.inf) -> None:
+        self._chain, self.longest, self._most_bytes = chain, longest, most_bytes
         self.borders = _borders(chain)
         self._offloads = any(chain.moved) and chain.host_bandwidth is not None
-        self._fronts: dict[tuple[bool, bool, bool], IntervalSearch] = {}
-        self._places_of: dict[str, _Places] = {}
+        self._interval_searches: dict[tuple[bool, bool, bool], IntervalSearch] = {}
+        self._options_by_schedule: dict[str, _StageOptions] = {}
 
     def stages(self, chain: Layerwise) -> list[StageChoice] | None:
         """Return the stages under this chain's schedule. Where no plan fits, return the stages that exceed the memory
-        least, or None if `longest` or `most` left stages out. Raises as `budget_stages` does.
+        least, or None if `longest` or `most_bytes` left stages out. Raises as `budget_stages` does.
         """
-        places, reserved = self._places(chain), np.zeros(chain.stages, dtype=np.int64)
-        seconds, run = places.question.seconds, places.question.run
+        options, reserved = self._options(chain), np.zeros(chain.stages, dtype=np.int64)
+        seconds, run = options.question.seconds, options.question.run
         for _ in range(_ROUNDS):
             usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, reserved.tolist(), strict=True)]
-            extra = [places.extra(stage, size) for stage, size in enumerate(usable)]
-            fastest = fastest_cuts(places, seconds, run, chain.stages, usable, chain.speeds, 256, extra)
+            extra = [options.extra(stage, size) for stage, size in enumerate(usable)]
+            fastest = fastest_cuts(options, seconds, run, chain.stages, usable, chain.speeds, 256, extra)
             if fastest is None:
                 break
-            stages = places.stages(fastest.cuts, usable)
+            stages = options.stages(fastest.cuts, usable)
             if not any(stage.lack for stage in stages):
                 return stages
             reserved += [stage.lack for stage in stages]
-        if self.longest < np.inf or not places.can_divide:
+        if self.longest < np.inf or not options.can_divide:
             return None
-        cuts = exact_cuts(places, chain.stages, usable)
-        return places.stages(cuts, [0] * chain.stages)
+        cuts = exact_cuts(options, chain.stages, usable)
+        return options.stages(cuts, [0] * chain.stages)
 
     def cheapest(
         self, chain: Layerwise, stage: int, first: int, end: int, size: float, in_flight: int | None = None
@@ -131,10 +131,10 @@ class BudgetSearch:
         """
         if chain.seconds(first, end) > self.longest or (self.borders is not None and not {first, end} <= self.borders):
             return None
-        fronts = self._places(chain).fronts[stage]
-        if not fronts.searched(first, end):
+        search = self._options(chain).interval_searches[stage]
+        if not search.searched(first, end):
             return None
-        choice = fronts.cheapest(first, end, in_flight or chain.in_flight[stage], size)
+        choice = search.cheapest(first, end, in_flight or chain.in_flight[stage], size)
         return None if choice is None else choice.intervals
 
     def bound_seconds(self, chain: Layerwise) -> float:
@@ -145,16 +145,16 @@ class BudgetSearch:
         """
         assert chain.question is not None, "made by Layerwise.of_profile"
         run = chain.question.run
-        places = self._places(chain)
+        options = self._options(chain)
         if run.splits_backwards or self.borders is not None:
-            return kept_bound(chain, places)
+            return kept_bound(chain, options)
         held = _held_at_least(run.schedule, chain.stages, run.microbatches, run.k)
-        work = [self._work(places, stage, *limits) for stage, limits in enumerate(held)]
-        bound = least_step(places, places.question.seconds, run, work)
+        work = [self._work(options, stage, *limits) for stage, limits in enumerate(held)]
+        bound = least_step(options, options.question.seconds, run, work)
         return min(bound, run.microbatches * self.longest)
 
     def _work(
-        self, places: _Places, stage: int, in_flight: int, early: bool, last_at_once: bool
+        self, options: _StageOptions, stage: int, in_flight: int, early: bool, last_at_once: bool
     ) -> NDArray[np.float64]:
         """Return [L, L + 1]: least seconds, beyond those of its layers, for which each call of a stage occupies its
         rank or the copies beside it. in_flight, early, last_at_once: of `_held_at_least`. The bound is admissible: by
@@ -163,34 +163,34 @@ class BudgetSearch:
         If they may come earlier (`early`), these gradients may not exist, nor the running statistics of later calls:
         the budget grows by their bytes, and by those of the sum of earlier blocks, which may not exist either.
         """
-        run, usable = places.question.run, min(NEVER - 1, places.chain.usable[stage])
-        calls, fronts = run.microbatches, places.fronts[stage]
-        budget = usable + _waiting_blocks(run) * fronts.made
-        budget = budget + (fronts.made + (calls - in_flight) * fronts.statistics if early else 0.0)
-        bound = fronts.bounds(in_flight, budget, places.chain.copied, places.chain.entering)
-        _, both = places.question.seconds.of_ranges()
+        run, usable = options.question.run, min(NEVER - 1, options.chain.usable[stage])
+        calls, search = run.microbatches, options.interval_searches[stage]
+        budget = usable + _waiting_blocks(run) * search.made
+        budget = budget + (search.made + (calls - in_flight) * search.statistics if early else 0.0)
+        bound = search.bounds(in_flight, budget, options.chain.copied, options.chain.entering)
+        _, both = options.question.seconds.of_ranges()
         return np.maximum(0.0, bound - both) * ((calls - last_at_once) / calls)
 
-    def _places(self, chain: Layerwise) -> _Places:
+    def _options(self, chain: Layerwise) -> _StageOptions:
         assert chain.question is not None, "made by Layerwise.of_profile"
         run = chain.question.run
-        if run.schedule not in self._places_of:
+        if run.schedule not in self._options_by_schedule:
             at_once = _always_at_once(run.schedule, chain.stages, run.microbatches, run.k)
             last = at_once == [False] * (chain.stages - 1) + [True]
-            fronts = [
-                self._fronts_of(chain.question, stage_at_once, last and stage_at_once) for stage_at_once in at_once
+            searches = [
+                self._search_of(chain.question, stage_at_once, last and stage_at_once) for stage_at_once in at_once
             ]
-            least = [stage_fronts.least(count) for stage_fronts, count in zip(fronts, chain.in_flight, strict=True)]
-            self._places_of[run.schedule] = _Places(chain, chain.question, fronts, least)
-        return self._places_of[run.schedule]
+            least = [search.least(count) for search, count in zip(searches, chain.in_flight, strict=True)]
+            self._options_by_schedule[run.schedule] = _StageOptions(chain, chain.question, searches, least)
+        return self._options_by_schedule[run.schedule]
 
-    def _fronts_of(self, question: Question, at_once: bool, last: bool) -> IntervalSearch:
+    def _search_of(self, question: Question, at_once: bool, last: bool) -> IntervalSearch:
         """Return the interval search of stages. at_once: every backward directly follows its forward; else none does.
         last: only ranges that can be the last stage are needed.
         """
         chain, run = self._chain, question.run
         key = at_once, run.splits_backwards, last
-        if key not in self._fronts:
+        if key not in self._interval_searches:
             handling = Handling(
                 recomputed=not at_once,
                 later=self._offloads and not at_once,
@@ -207,14 +207,14 @@ class BudgetSearch:
                 firsts = tuple(first for first in range(chain.num_layers) if layer_seconds[first, -1] <= self.longest)
             kinds = INTERVAL_KINDS if handling.later else _RECOMPUTE
             labels = None if chain.num_layers <= EXACT_LAYERS else LABELS
-            arguments = handling, labels, firsts, kinds, (self.longest, self._most), self.borders
-            waits = self._most < np.inf and question.ranges.moments_wait
-            fronts = question.ranges.once(
+            arguments = handling, labels, firsts, kinds, (self.longest, self._most_bytes), self.borders
+            waits = self._most_bytes < np.inf and question.ranges.moments_wait
+            search = question.ranges.once(
                 (IntervalSearch, seconds.forward.tobytes(), seconds.backward.tobytes(), *arguments, waits),
                 lambda: IntervalSearch(question.ranges, seconds, *arguments),
             )
-            self._fronts[key] = fronts.with_ranges(question.ranges)
-        return self._fronts[key]
+            self._interval_searches[key] = search.with_ranges(question.ranges)
+        return self._interval_searches[key]
 
 
 def _waiting_blocks(run: RunShape) -> int:
@@ -225,12 +225,12 @@ def _waiting_blocks(run: RunShape) -> int:
 def _borders(chain: Layerwise) -> frozenset[int] | None:
     """Return cuts of a long chain between which the shares of seconds and freed bytes are about equal; None: all."""
     count = chain.num_layers
-    if count <= 1.5 * PLACES:
+    if count <= 1.5 * MOST_BORDERS:
         return None
     columns = np.array([chain.forward, chain.backward, chain.freed], dtype=np.float64)
     weights = (columns / np.maximum(columns.sum(axis=1, keepdims=True), 1e-300)).sum(axis=0)
     reached = np.concatenate([[0.0], np.cumsum(weights)])
-    wanted = np.linspace(0.0, reached[-1], PLACES + 1)[1:-1]
+    wanted = np.linspace(0.0, reached[-1], MOST_BORDERS + 1)[1:-1]
     return frozenset({0, count, *np.abs(reached[:, None] - wanted).argmin(axis=0).tolist()})
 
 
@@ -288,14 +288,14 @@ def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:
 
 
 @dataclass(frozen=True)
-class _Places(StageCosts):
+class _StageOptions(StageCosts):
     """Cheapest intervals of each range of layers as each stage. The methods of `StageCosts` return the fewest bytes.
-    fronts: [S], the interval search of each stage. fewest: [S], the fewest bytes of every range as each stage.
+    interval_searches: [S], of each stage. fewest: [S], the fewest bytes of every range as each stage.
     """
 
     chain: Layerwise
     question: Question
-    fronts: Sequence[IntervalSearch]
+    interval_searches: Sequence[IntervalSearch]
     fewest: Sequence[Bytes]
     position_free: ClassVar[bool] = False
 
@@ -323,15 +323,15 @@ class _Places(StageCosts):
     def extra(self, stage: int, usable: int) -> NDArray[np.float64]:
         """Return [L, L + 1]: seconds of a call beyond those of its layers; infinite where the range does not fit."""
         _, both = self.question.seconds.of_ranges()
-        seconds, _ = self.fronts[stage].seconds(self.chain.in_flight[stage], usable)
+        seconds, _ = self.interval_searches[stage].seconds(self.chain.in_flight[stage], usable)
         return np.maximum(0.0, seconds - both)
 
     def stages(self, cuts: Sequence[int], usable: Sequence[int]) -> list[StageChoice]:
         """Return the stages of a cut list, each with the cheapest intervals that fit, or else with the fewest bytes."""
         chain, stages = self.chain, []
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True)):
-            most = max(usable[stage], self.stage_bytes(first, end, stage))
-            choice = self.fronts[stage].cheapest(first, end, chain.in_flight[stage], most)
+            budget = max(usable[stage], self.stage_bytes(first, end, stage))
+            choice = self.interval_searches[stage].cheapest(first, end, chain.in_flight[stage], budget)
             assert choice is not None, "the fewest bytes fit into themselves"
             lack = max(0, chain.peak(stage, first, end, choice.intervals) - chain.usable[stage])
             stages.append(StageChoice(first, end, choice.intervals, choice.seconds, lack))

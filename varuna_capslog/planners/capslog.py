@@ -93,8 +93,8 @@ def _fill_by_walking(costs: AdditiveCosts, devices: int, threshold: int) -> _Fil
     cuts = [0]
     for end_limit in range(num_layers - devices + 1, num_layers):
         end = cuts[-1] + 1
-        most = threshold - costs.head[cuts[-1]]
-        while end < end_limit and running[end] <= most:
+        limit = threshold - costs.head[cuts[-1]]
+        while end < end_limit and running[end] <= limit:
             end += 1
         cuts.append(end)
     return cuts, max(costs.peaks(cuts)), threshold + 1

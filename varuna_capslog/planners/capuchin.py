@@ -52,8 +52,8 @@ def treated_stage(chain: Layerwise, stage: int, first: int, end: int) -> StageCh
     treated = chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
     if not treated.lack or not any(chain.moved):
         return treated
-    alone = replace(chain, moved=[0] * chain.num_layers)
-    recomputed = chain.fewest(stage, first, end, lambda: _choices(alone, stage, first, end))
+    without_tier = replace(chain, moved=[0] * chain.num_layers)
+    recomputed = chain.fewest(stage, first, end, lambda: _choices(without_tier, stage, first, end))
     return min(treated, recomputed, key=lambda choice: choice.lack)
 
 
@@ -111,10 +111,10 @@ def _picks(chain: Layerwise, stage: int, first: int, end: int) -> Iterator[_Pick
     for pick in picks:
         ways = _ways(chain, stage, pick.layer, end, copied, busy)
         # ties go to recomputation, so that the last choice does not depend on the speed of the tier
-        most = max(ways, key=lambda way: (way[0], way[1].kind == "recompute"))[1]
-        if most.kind != pick.kind:
-            copied += chain.copy_seconds(pick.layer) * (1 if most.kind == "offload" else -1)
-            yield most
+        best_pick = max(ways, key=lambda way: (way[0], way[1].kind == "recompute"))[1]
+        if best_pick.kind != pick.kind:
+            copied += chain.copy_seconds(pick.layer) * (1 if best_pick.kind == "offload" else -1)
+            yield best_pick
 
 
 def _ways(chain: Layerwise, stage: int, layer: int, end: int, copied: float, busy: float) -> list[tuple[float, _Pick]]:

@@ -451,14 +451,14 @@ def _filled(costs: StageCosts, devices: int, threshold: int) -> list[int]:
 
 def _with_smallest_peak(ranges: Ranges, devices: int, limits: Sequence[int]) -> list[_Stage]:
     """Return the stages of all cut lists of the smallest peak with stage s within limits[s]; empty if there is none."""
-    peak, weighed = _weighed(ranges, devices, limits, _KEPT)
+    peak, peaks_by_stage = _smallest_peaks_by_stage(ranges, devices, limits, _KEPT)
     if peak == NEVER:
         return []
-    if not weighed:
-        _, weighed = _weighed(ranges, devices, [min(limit, peak) for limit in limits], None)
+    if not peaks_by_stage:
+        _, peaks_by_stage = _smallest_peaks_by_stage(ranges, devices, [min(limit, peak) for limit in limits], None)
     stages = []
     reached: NDArray[np.bool_] = np.arange(ranges.num_layers + 1) == 0
-    for stage, peaks in reversed(weighed):
+    for stage, peaks in reversed(peaks_by_stage):
         stage.keep(reached[stage.starts] & (peaks <= peak))
         reached = np.zeros_like(reached)
         reached[stage.ends] = True
@@ -466,7 +466,7 @@ def _with_smallest_peak(ranges: Ranges, devices: int, limits: Sequence[int]) -> 
     return stages
 
 
-def _weighed(
+def _smallest_peaks_by_stage(
     ranges: Ranges, devices: int, limits: Sequence[int], most: int | None
 ) -> tuple[int, list[tuple[_Stage, Bytes]]]:
     """Return the smallest peak of the cut lists within the limits, NEVER if there is none; and for each stage, from the
@@ -480,7 +480,7 @@ def _weighed(
     size = ranges.num_layers + 1
     later = np.full(size, NEVER, dtype=np.int64)
     later[-1] = 0
-    weighed: list[tuple[_Stage, Bytes]] = []
+    peaks_by_stage: list[tuple[_Stage, Bytes]] = []
     count = 0
     begins = _first_range_of_layer(ranges)
     for number in reversed(range(devices)):
@@ -498,10 +498,10 @@ def _weighed(
         later = stage.least(peaks, NEVER, size)
         count += len(peaks)
         if most is None or count <= most:
-            weighed.append((stage, peaks))
+            peaks_by_stage.append((stage, peaks))
     if most is not None and count > most:
-        weighed.clear()
-    return int(later[0]), weighed
+        peaks_by_stage.clear()
+    return int(later[0]), peaks_by_stage
 
 
 def _first_range_of_layer(ranges: Ranges) -> list[int]:
@@ -560,7 +560,7 @@ def _rule_out(
     stages: list[_Stage], width: int, cost: Callable[[Bytes], Bytes], join: Callable[[Bytes, Bytes], Bytes]
 ) -> int:
     """Keep the transitions of the cut lists whose costs join to the least total, and return this total. State and
-    transition are those of `_weighed`; the cost is `join` (maximum or sum) of the stages' costs.
+    transition are those of `_smallest_peaks_by_stage`; the cost is `join` (maximum or sum) of the stages' costs.
     """
     nothing = 1 << 61
     later = np.full(width, nothing, dtype=np.int64)
@@ -585,8 +585,8 @@ def _rule_out(
 
 
 def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
-    """Return the most even cut list; states are those of `_weighed`, and transitions, costs and ties those of
-    `_of_states`. O(E) additions of numbers of O(E log G) bits for E transitions.
+    """Return the most even cut list; states are those of `_smallest_peaks_by_stage`, and transitions, costs and
+    ties those of `_of_states`. O(E) additions of numbers of O(E log G) bits for E transitions.
     """
     distinct, ranks = np.unique(np.concatenate([stage.bytes for stage in stages]), return_inverse=True)
     digit = len(stages).bit_length()

@@ -96,16 +96,16 @@ def _uniform(sizes: Numbers, counts: Sequence[int], gains: Numbers, blocks: int)
     if done.max() >= blocks:
         used[np.argmax(done)] = number_of[np.argmax(done)]
         return used
-    alone = (sizes > 0).sum(axis=1) == 1
+    single_kind = (sizes > 0).sum(axis=1) == 1
     for kind in range(len(counts)):
-        best = int(np.argmax(np.where(alone & (sizes[:, kind] > 0), done, -1)))
-        used[best] = number_of[best] if alone[best] and sizes[best, kind] else used[best]
+        best = int(np.argmax(np.where(single_kind & (sizes[:, kind] > 0), done, -1)))
+        used[best] = number_of[best] if single_kind[best] and sizes[best, kind] else used[best]
     return used if int(used @ gains) >= blocks else None
 
 
 def _candidates(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats, least: float) -> Floats:
-    most = enough_seconds(sizes, counts, blocks, times)
-    return np.unique(times[np.isfinite(times) & (times >= least * (1 - 1e-12)) & (times <= most)])
+    enough = enough_seconds(sizes, counts, blocks, times)
+    return np.unique(times[np.isfinite(times) & (times >= least * (1 - 1e-12)) & (times <= enough)])
 
 
 def _gains(times: Floats, limit: float) -> Numbers:
@@ -205,17 +205,17 @@ def _composed(sizes: Numbers, counts: Sequence[int], slots: int, gains: Numbers,
         kinds = len(counts) - 1
     else:
         kinds = len(counts)
-    most = _most_blocks(sizes, counts, gains)
-    enough = np.argwhere(most >= max(blocks, 0))
+    most_blocks = _most_blocks(sizes, counts, gains)
+    enough = np.argwhere(most_blocks >= max(blocks, 0))
     if not len(enough):
         return None
-    order = np.lexsort((most[tuple(enough.T)], enough[:, :kinds].sum(axis=1)))
+    order = np.lexsort((most_blocks[tuple(enough.T)], enough[:, :kinds].sum(axis=1)))
     state = enough[order[-1]]
     used = np.zeros(len(sizes), dtype=np.int64)
     while state.any():
         before = state - sizes
         fits = np.flatnonzero((before >= 0).all(axis=1))
-        number = next(t for t in fits if most[tuple(before[t])] + gains[t] == most[tuple(state)])
+        number = next(t for t in fits if most_blocks[tuple(before[t])] + gains[t] == most_blocks[tuple(state)])
         state = before[number]
         used[number] += 1
     return used

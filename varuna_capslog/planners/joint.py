@@ -88,7 +88,7 @@ class JointPlan:
 
     plan: Plan
     pipelines: tuple[JointPipeline, ...]
-    step_seconds: float | None
+    step_seconds: float
     bound_seconds: float | None
     max_stages: int
     idle: tuple[int, ...]
@@ -224,11 +224,11 @@ class _FleetSearch:
         """Group equal devices to kinds, and set the largest number of stages. While there are too many templates, merge
         the two kinds that lose least, with the smaller memory and speed of both; then make pipelines shorter.
         """
-        most = min(self.profile.num_layers, len(self.devices))
+        most_stages = min(self.profile.num_layers, len(self.devices))
         if max_stages is not None:
-            self.max_stages = min(most, fields.whole(max_stages, "max_stages", minimum=1))
+            self.max_stages = min(most_stages, fields.whole(max_stages, "max_stages", minimum=1))
         else:
-            self.max_stages = min(most, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
+            self.max_stages = min(most_stages, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
         headroom = Headroom.of(self.profile)
         members: dict[DeviceKind, list[int]] = {}
         for rank, device in enumerate(self.devices):
@@ -328,10 +328,10 @@ class _FleetSearch:
             ends = [*pipeline.cuts[1:], num_layers]
             for stage, (first, end, rank) in enumerate(zip(pipeline.cuts, ends, pipeline.devices, strict=True)):
                 size = max(0, pipeline.stage_bytes[stage] - int(lies[end] - lies[first]))
-                took = float(forward[0, stage] + backward[0, stage])
+                seconds = float(forward[0, stage] + backward[0, stage])
                 memory = intervals_of(self.run, [(first, end)], str(self.profile.conditions.get("device", "cpu")))
-                stages.append(PlanStage(((first, end),), (rank,), blocks, memory=memory, bytes=size, seconds=took))
-                of_rank[rank] = size, took
+                stages.append(PlanStage(((first, end),), (rank,), blocks, memory=memory, bytes=size, seconds=seconds))
+                of_rank[rank] = size, seconds
             begin += pipeline.blocks
         ranks = []
         for number, device in enumerate(self.devices):

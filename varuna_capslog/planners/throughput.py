@@ -142,12 +142,12 @@ def steady_cuts(
     Bisection over the seconds of all ranges finds the least limit at which some cut list fits.
     """
     assert costs.position_free, "a stage of forwards holds the same at every place"
-    work, alone = seconds.of_ranges()[1], costs.matrix()
-    limits, best = np.unique(work[alone < NEVER]), None
+    work, range_bytes = seconds.of_ranges()[1], costs.matrix()
+    limits, best = np.unique(work[range_bytes < NEVER]), None
     first, end = 0, len(limits)
     while first < end:
         middle = (first + end) // 2
-        quick = RangeCosts(np.where(work > limits[middle] * (1 + _SAME), NEVER, alone))
+        quick = RangeCosts(np.where(work > limits[middle] * (1 + _SAME), NEVER, range_bytes))
         cuts = exact_cuts(quick, devices, capacities)
         pairs = zip(quick.peaks(cuts), capacities or [NEVER - 1] * devices, strict=True)
         if all(peak <= most for peak, most in pairs):
@@ -226,14 +226,14 @@ class _CutSearch:
         compute, trip, ahead = self._both[first], self._trip[first], self._ahead[first]
         call = trip
         if self._extra is not None:
-            more = np.where(self._fits[stage][first], self._extra[stage][first], 0.0)
-            compute = compute + more
+            added = np.where(self._fits[stage][first], self._extra[stage][first], 0.0)
+            compute = compute + added
             trip, ahead, call = (
-                part + more * slow for part, slow in zip((trip, ahead, call), self._slows, strict=True)
+                part + added * slow for part, slow in zip((trip, ahead, call), self._slows, strict=True)
             )
         compute = compute / speed
-        again = self.player.forwards[stage] - self.num_microbatches if self._slows[0] else 0
-        work = compute * self.num_microbatches + self._forward[first] * (again / speed)
+        recomputed_calls = self.player.forwards[stage] - self.num_microbatches if self._slows[0] else 0
+        work = compute * self.num_microbatches + self._forward[first] * (recomputed_calls / speed)
         # Sending after the last backward is part of the way back.
         work = work + self.num_microbatches * sends
         work += (self.num_microbatches - 1) * sends[:-1][first][..., None]
@@ -318,9 +318,9 @@ class _CutSearch:
         if self._extra is None:
             return self.player.step_seconds(forward, backward, inputs, *links)
         ends = np.concatenate([lists[:, 1:], np.full((len(lists), 1), self.num_layers)], axis=1)
-        more = np.stack([extra[lists[:, stage], ends[:, stage]] for stage, extra in enumerate(self._extra)], axis=1)
-        more = more if self.speeds is None else more / np.asarray(self.speeds)
-        return self.player.step_seconds(forward, backward + more, inputs + more, *links)
+        added = np.stack([extra[lists[:, stage], ends[:, stage]] for stage, extra in enumerate(self._extra)], axis=1)
+        added = added if self.speeds is None else added / np.asarray(self.speeds)
+        return self.player.step_seconds(forward, backward + added, inputs + added, *links)
 
     def best_of(self, lists: Cuts, best: _Ranked | None = None) -> _Ranked:
         """Return the best of the lists and of `best`."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import judged
+from varuna_capslog.planning.verdict import judge_by_fold
 from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
@@ -114,24 +114,24 @@ def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
     if problem.capacities is not None:
         even = tuple(size * stage // stages for stage in range(stages))
         starts = sorted({tuple(cuts), rounds.shortest(), even}, key=plays.value)
-    best, most = starts[0], max(24, _ACTIONS // (problem.share.microbatches * stages))
+    best, most_plays = starts[0], max(24, _ACTIONS // (problem.share.microbatches * stages))
     for number, start in enumerate(starts, 1):
-        best = min(best, _descended(start, rounds, plays, most * number // len(starts)), key=plays.value)
-    return _descended(best, rounds, plays, most)
+        best = min(best, _descended(start, rounds, plays, most_plays * number // len(starts)), key=plays.value)
+    return _descended(best, rounds, plays, most_plays)
 
 
-def _descended(cuts: tuple[int, ...], rounds: _Rounds, plays: _Plays, most: int) -> tuple[int, ...]:
+def _descended(cuts: tuple[int, ...], rounds: _Rounds, plays: _Plays, most_plays: int) -> tuple[int, ...]:
     """Move to the first better cuts nearby (`_shorter`) until there are none, and return the last cuts."""
-    while plays.count < most and (shorter := _shorter(cuts, rounds, plays, most)) is not None:
+    while plays.count < most_plays and (shorter := _shorter(cuts, rounds, plays, most_plays)) is not None:
         cuts = shorter
     return cuts
 
 
-def _shorter(best: tuple[int, ...], rounds: _Rounds, plays: _Plays, most: int) -> tuple[int, ...] | None:
-    """Return the first cuts near the best that are better; None: none within the limit `most` of simulated steps."""
+def _shorter(best: tuple[int, ...], rounds: _Rounds, plays: _Plays, most_plays: int) -> tuple[int, ...] | None:
+    """Return the first cuts near the best that are better; None: none within `most_plays` simulated steps."""
     lack, step, peak = plays.value(best)
     for near in sorted(rounds.moves(best), key=rounds.seconds):
-        if plays.count >= most:
+        if plays.count >= most_plays:
             return None
         value = plays.value(near)
         if value[0] < lack or (value[0] == lack and (value[1] * (1 + SAME) < step)):
@@ -141,11 +141,11 @@ def _shorter(best: tuple[int, ...], rounds: _Rounds, plays: _Plays, most: int) -
     return None
 
 
-def _layer_seconds(problem: Problem, again: bool) -> list[float]:
-    """Seconds of one microbatch in each layer. again: with its recomputation."""
+def _layer_seconds(problem: Problem, recomputes: bool) -> list[float]:
+    """Seconds of one microbatch in each layer. recomputes: with its recomputation."""
     profile = problem.profile
     rows = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
-    return [(2 if again else 1) * forward + backward for forward, backward in rows]
+    return [(2 if recomputes else 1) * forward + backward for forward, backward in rows]
 
 
 class _Rounds:
@@ -192,15 +192,15 @@ class _Rounds:
         bounds = zip(cuts, (*cuts[1:], end), speeds, strict=True)
         return max((sums[stop] - sums[first]) / speed for first, stop, speed in bounds), cuts
 
-    def _filled(self, start: int, end: int, most: float, speeds: Sequence[float]) -> tuple[int, ...] | None:
-        """Cuts of a round whose stages take up to `most` seconds, earlier stages with as many layers as they can hold;
+    def _filled(self, start: int, end: int, longest: float, speeds: Sequence[float]) -> tuple[int, ...] | None:
+        """Cuts of a round whose stages take up to `longest` seconds, earlier stages with as many layers as fit;
         None: the stages do not hold all layers. speeds: of the stages' devices.
         """
         cuts, place = [], start
         for number, speed in enumerate(speeds):
             cuts.append(place)
             last = end - (len(speeds) - 1 - number)  # every later stage holds a layer
-            place = min(last, bisect.bisect_right(self._sums, self._sums[place] + most * speed * (1 + SAME)) - 1)
+            place = min(last, bisect.bisect_right(self._sums, self._sums[place] + longest * speed * (1 + SAME)) - 1)
             if place <= cuts[-1]:
                 return None
         return tuple(cuts) if place == end else None
@@ -251,7 +251,7 @@ class _Plays:
         profile, plan = problem.profile, plan_of_rounds(problem, cuts)
         verdict, lack = plan, 0
         if problem.capacities is not None:
-            verdict = judged(profile, plan, run, None, problem.tier)
+            verdict = judge_by_fold(profile, plan, run, None, problem.tier)
             lack = 0 if verdict.shortfall is None else verdict.shortfall.bytes
         step = with_step_seconds(profile, plan, run, problem.link).step_seconds
         if step is None:

@@ -21,7 +21,7 @@ from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planning.chunks import fastest_chunks, plan_of_rounds
 from varuna_capslog.planning.playing import message_bytes, stage_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import check_devices, fold_plan, judge, predictable
+from varuna_capslog.planning.verdict import check_devices, fold_plan, judge, prediction_gaps
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import why_few
@@ -98,10 +98,10 @@ def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None =
         lines, transfer = graph.lines(), _sent(profile, plan, graph, link)
     else:
         lines, transfer = list(plan.paths()), _relayed(profile, plan, link)
-    again = [
+    recompute_seconds = [
         row if stage.recomputes(run) else 0.0 for row, stage in zip(seconds.recompute or (), plan.stages, strict=True)
     ]
-    backward = [took + more for took, more in zip(seconds.backward, again, strict=True)]
+    backward = [took + more for took, more in zip(seconds.backward, recompute_seconds, strict=True)]
     period = None
     if direct:
         busy = [f + b for f, b in zip(seconds.forward, backward, strict=True)]
@@ -116,9 +116,9 @@ def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None =
         )
         for stage, limit in zip(line, counts, strict=True):
             limits[stage] = max(limit, limits.get(stage, 1))
-    most = plan.num_microbatches
+    calls = plan.num_microbatches
     stages = [
-        dataclasses.replace(stage, in_flight=limits[number] if most is None else min(most, limits[number]))
+        dataclasses.replace(stage, in_flight=limits[number] if calls is None else min(calls, limits[number]))
         for number, stage in enumerate(plan.stages)
     ]
     return dataclasses.replace(plan, stages=tuple(stages))
@@ -288,5 +288,5 @@ def _gaps(profile: Profile, memory: str, run: RunShape) -> list[str]:
     gaps = []
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         gaps.append(f"fits and peak_bytes are unknown: {gap}")
-    gaps += predictable(profile, run.microbatch_size)
+    gaps += prediction_gaps(profile, run.microbatch_size)
     return gaps

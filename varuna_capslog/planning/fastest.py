@@ -25,7 +25,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.nearby import LOOPED, STARRED, WIDER, Cheapest, improved, limited, looped, weighings
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import check_devices, fold_plan, judge_ranks, judged, predictable
+from varuna_capslog.planning.verdict import check_devices, fold_plan, judge_by_fold, judge_ranks, prediction_gaps
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE, why_few
@@ -143,11 +143,11 @@ class _Candidates:
         }
         self.end = problem.search_seconds and time.perf_counter() + problem.search_seconds
         self.best: _Weighed | None = None
-        self._asked: _Weighed | None = None
+        self._best_asked: _Weighed | None = None
         """Best plan of the requested schedules."""
         self.bound = 0.0
         self._update = _least_update(profile, chain.stages)
-        self._seen: dict[_Key, bool] = {}
+        self._fits_by_key: dict[_Key, bool] = {}
         """Plan -> True if it fits."""
         self._played: dict[_Key, Plan] = {}
         """Plans that were simulated but not yet judged."""
@@ -172,21 +172,21 @@ class _Candidates:
     def weigh(self, stages: Sequence[StageChoice], schedule: str) -> bool:
         """Fold and simulate a plan, and keep it where it is the best. Return True if it fits."""
         key = _key(stages, schedule)
-        if key not in self._seen:
+        if key not in self._fits_by_key:
             run = dataclasses.replace(self.run, schedule=schedule)
             plan = self.plan_of(stages, run)
-            verdict = judged(self.profile, plan, run, None, self.tier)
-            if verdict.fits is None and len(self.chains) > 1 and not predictable(self.profile, run.microbatch_size):
+            verdict = judge_by_fold(self.profile, plan, run, None, self.tier)
+            if verdict.fits is None and len(self.chains) > 1 and not prediction_gaps(self.profile, run.microbatch_size):
                 self.chains.pop(schedule, None)  # the profile lacks the halves of split backwards
                 return False
             lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
-            self._seen[key] = not lack
-            incumbent = self.best if schedule not in self.schedules else self._asked
+            self._fits_by_key[key] = not lack
+            incumbent = self.best if schedule not in self.schedules else self._best_asked
             if lack and self.best is not None and incumbent is not None and lack > max(self.best.lack, incumbent.lack):
                 return False
             played = self._played.pop(key, None) or with_step_seconds(self.profile, plan, run, self.link)
             self._keep(lack, verdict.peak_bytes or 0, played, stages, schedule)
-        return self._seen[key]
+        return self._fits_by_key[key]
 
     def _keep(self, lack: int, peak: int, played: Plan, stages: Sequence[StageChoice], schedule: str) -> None:
         """Update the best plan of all, of the requested schedules, and of this schedule among those that fit."""
@@ -194,8 +194,8 @@ class _Candidates:
         candidate = _Weighed(lack, played.step_seconds, peak, played, tuple(stages))
         if self.best is None or _better(candidate, self.best):
             self.best = candidate
-        if schedule in self.schedules and (self._asked is None or _better(candidate, self._asked)):
-            self._asked = candidate
+        if schedule in self.schedules and (self._best_asked is None or _better(candidate, self._best_asked)):
+            self._best_asked = candidate
         if not lack and (schedule not in self._fastest or _better(candidate, self._fastest[schedule])):
             self._fastest[schedule] = candidate
 
@@ -205,7 +205,7 @@ class _Candidates:
         and most plans near a good plan are slower.
         """
         key, fastest = _key(stages, schedule), self._fastest.get(schedule)
-        if fastest is not None and key not in self._seen:
+        if fastest is not None and key not in self._fits_by_key:
             chain = self.chains.get(schedule)  # None: left out, since the profile lacks the halves of backwards
             if (
                 key not in self._played
@@ -276,9 +276,9 @@ class _Candidates:
         self._search(BudgetSearch(self.chain, longest))
         # a plan that was left out may be better
         if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - SAME)):
-            again = self.best.step / calls if self.best is not None and self.fits else np.inf
-            if again > longest:
-                self._search(BudgetSearch(self.chain, again, self._most_held()))
+            longer = self.best.step / calls if self.best is not None and self.fits else np.inf
+            if longer > longest:
+                self._search(BudgetSearch(self.chain, longer, self._most_held()))
 
     def _most_held(self) -> float:
         """Return the most bytes that a stage may hold in a plan that lacks no more than the best plan so far, with
@@ -290,7 +290,7 @@ class _Candidates:
 
     def weigh_nearby(self) -> None:
         """Evaluate plans near the best plan of every schedule whose bound is below the best step of all."""
-        most = weighings(self.chain)
+        plans = weighings(self.chain)
         for number, candidate in enumerate(sorted(self._fastest.values(), key=lambda candidate: candidate.step)):
             assert self.best is not None, "one fits"
             if self.is_over or self.best.step <= (self.bound + self._update) * (1 + SAME):
@@ -305,7 +305,7 @@ class _Candidates:
 
             chain = self.chains[name]
             try:
-                improved(chain, candidate.stages, candidate.step, weigh, self._cheapest(chain), most // (number + 1))
+                improved(chain, candidate.stages, candidate.step, weigh, self._cheapest(chain), plans // (number + 1))
             except CapslogError:
                 if len(self.chains) == 1:
                     raise
@@ -315,7 +315,7 @@ class _Candidates:
         """Evaluate plans of the requested schedules of `WIDER`. all_fit: stages that keep everything fit under every
         schedule.
         """
-        begun = self._asked is not None
+        begun = self._best_asked is not None
         if begun and self.is_over:
             return
         if STARRED in self.schedules and not (begun and all_fit and not any(self.chain.transfer)):
@@ -326,7 +326,7 @@ class _Candidates:
         run = dataclasses.replace(self.run, schedule=LOOPED)
 
         def judge(stages: Sequence[StageChoice]) -> Plan:
-            return judged(self.profile, self.plan_of(stages, run), run, None, self.tier)
+            return judge_by_fold(self.profile, self.plan_of(stages, run), run, None, self.tier)
 
         for stages in looped(self.chain, costs, judge):
             self.weigh(stages, LOOPED)
@@ -377,8 +377,8 @@ class _Candidates:
 
     def answer(self) -> Plan:
         """Return the best plan, with the bound and whether the plan is proven to be the fastest."""
-        assert self._asked is not None, "some plan was weighed"
-        chain, best = self.chain, self._asked
+        assert self._best_asked is not None, "some plan was weighed"
+        chain, best = self.chain, self._best_asked
         bound = self._bound_with(best.plan.schedule) + self._update
         if best.lack and self.is_over:
             note = "the search has ended by pipeline.search_seconds; with more time it may find a plan that fits"
@@ -458,19 +458,19 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         layers = frozenset(layer for number in numbers for layer in stages[number].numbers)
         limit, sizes, away = plan.ranks[rank].capacity_bytes, ranges.moments.of(layers, layers), layers
         usable = NEVER if limit is None else headroom.usable(limit)
-        begun, most = ranges.resident(layers, layers), max(fold.bytes, default=0)
+        begun, peak = ranges.resident(layers, layers), max(fold.bytes, default=0)
         at_end = begun + ranges.update(layers, layers)
         for layer in sorted(sizes, key=lambda layer: -sizes[layer]):
             less = away - {layer}
             resident = ranges.resident(layers, less)
             # moments come back for the update at the end of the step, and add known bytes there
             end = fold.end_bytes + resident + ranges.update(layers, less) - at_end
-            if max(most + resident - begun, end) <= usable:
+            if max(peak + resident - begun, end) <= usable:
                 away = less
         for number in numbers:
             stages[number] = _away(stages[number], away.intersection(stages[number].numbers))
     candidate = dataclasses.replace(plan, stages=tuple(stages))
-    return candidate if judged(profile, candidate, run).fits else plan
+    return candidate if judge_by_fold(profile, candidate, run).fits else plan
 
 
 def _away(stage: PlanStage, layers: frozenset[int]) -> PlanStage:
@@ -599,13 +599,13 @@ def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
     least = min(verdict.capacities)
     costs = resolve(AUTO, profile, dataclasses.replace(run, schedule="varuna"))[1]
     enough, count = fewest_devices(costs, headroom.usable(least)), profile.num_layers
-    alone = [headroom.device(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
-    largest = max(range(count), key=lambda layer: alone[layer])
-    why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(alone[largest])} there"
+    layer_bytes = [headroom.device(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
+    largest = max(range(count), key=lambda layer: layer_bytes[layer])
+    why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(layer_bytes[largest])} there"
     # `exact` has a closed form; the plan's own planner would have to search for every number of devices
     way = "planner exact under schedule varuna"
     if enough is not None and enough > len(plan.ranks) + 1:
         way += f", and perhaps fewer with planner {plan.planner}"
-    sentence = verdict.sentence(enough, why if alone[largest] > least else None, way)
+    sentence = verdict.sentence(enough, why if layer_bytes[largest] > least else None, way)
     note = f"{sentence}; with {format_bytes(max(verdict.needed))} on every device this plan fits"
     return dataclasses.replace(plan, notes=(note,), shortfall=verdict.shortfall(enough))

@@ -58,16 +58,16 @@ def largest_by_bytes(values: Sequence[int], lack: Callable[[int], int], known: M
         lack: value -> bytes that it lacks; 0 or less: it fits.
         known: lacks by value, of `values` or not, at least one; these values are not tried again.
     """
-    points, asked = dict(known), 0
+    points, tried = dict(known), 0
     low = max((bisect_right(values, value) - 1 for value in points if points[value] <= 0), default=-1)
     high = min((bisect_left(values, value) for value in points if points[value] > 0), default=len(values))
     if low >= 0:
         yield values[low]
     while high - low > 1:
         near = bisect_right(values, _crossing(points)) - 1
-        halves = asked >= _STRAIGHT and asked % 2 == 1
+        halves = tried >= _STRAIGHT and tried % 2 == 1
         position = (low + high) // 2 if halves else min(max(near, low + 1), high - 1)
-        value, asked = values[position], asked + 1
+        value, tried = values[position], tried + 1
         points[value] = lack(value)
         if points[value] <= 0:
             low = position

@@ -23,7 +23,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.layer_counts import block_pattern, blocks_of_layers
 
-__all__ = ["SYSTEMS", "Layout", "count_blocks", "layout_cuts", "parted", "read_layout", "system_of"]
+__all__ = ["SYSTEMS", "Layout", "count_blocks", "faults_of_cuts", "layout_cuts", "read_layout", "system_of"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def count_blocks(names: ModelNames, pattern: str | None = None) -> int:
     return 1 + max(number for numbers in blocks for number in numbers)
 
 
-def parted(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[str]:
+def faults_of_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[str]:
     """Return a sentence for each border between stages that lies inside one of our layers."""
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
     layer_of = {number: layer for layer, numbers in enumerate(blocks) for number in numbers}
@@ -369,12 +369,12 @@ def _ends(text: str, model: _Model) -> _Parts:
     begin, end = ([] if size is None else [int(size)] for size in sizes)
     if not begin and not end:
         raise CapslogError("the text has no number of layers of the first or the last pipeline stage; give one of them")
-    others, rest, faults = model.ranks - len(begin + end), max(0, model.num_blocks - sum(begin + end)), []
-    if others <= 0:
+    stages, blocks, faults = model.ranks - len(begin + end), max(0, model.num_blocks - sum(begin + end)), []
+    if stages <= 0:
         return [*begin, *end], (), []
-    if rest % others:
-        faults.append(f"the {rest} blocks of the other stages do not share evenly among {others}")
-    between = [rest // others + (stage < rest % others) for stage in range(others)]
+    if blocks % stages:
+        faults.append(f"the {blocks} blocks of the other stages do not share evenly among {stages}")
+    between = [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
     return [*begin, *between, *end], (), faults
 
 

@@ -381,8 +381,8 @@ def limited(
                 changed.append(choice if intervals is None else chain.choice(choice.first, choice.end, intervals))
             current = with_own_limits(changed)
         yield current
-    most = zip(first, chain.in_flight, strict=True)
-    yield tuple(replace(choice, in_flight=min(choice.in_flight or limit, limit)) for choice, limit in most)
+    pairs = zip(first, chain.in_flight, strict=True)
+    yield tuple(replace(choice, in_flight=min(choice.in_flight or limit, limit)) for choice, limit in pairs)
 
 
 def looped(
@@ -403,7 +403,7 @@ def looped(
         return
     bounds = list(zip(solution.cuts, [*solution.cuts[1:], chain.num_layers], strict=True))
     stages = [chain.choice(first, end, ()) for first, end in bounds]
-    again = [chain.choice(first, end, (MemoryInterval(first, end, "recompute"),)) for first, end in bounds]
+    recomputing = [chain.choice(first, end, (MemoryInterval(first, end, "recompute"),)) for first, end in bounds]
     treated = 0
     while True:
         verdict = judge(stages)
@@ -413,5 +413,5 @@ def looped(
             return
         for rank in lacking:
             for number in range(rank, rank + (treated + 1) * devices, devices):
-                stages[number] = again[number]
+                stages[number] = recomputing[number]
         treated += 1

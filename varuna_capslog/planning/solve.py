@@ -18,7 +18,7 @@ from varuna_capslog.planning.placed.equal_pipelines import lacking, shared_round
 from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import REGISTRY, Planner, planner_named
-from varuna_capslog.planning.verdict import folded, judged, rehearsed, with_stage_bytes, within_tier
+from varuna_capslog.planning.verdict import check_by_fold, judge_by_fold, judge_rehearsal, with_stage_bytes, within_tier
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
@@ -117,7 +117,7 @@ def _answered(
         plan, snapshots = protection.reserve(plan, functools.partial(_cut_anew, problem, entry.name))
     if plan.short:
         by_stages, confirmed = plan, _rehearsed_stages(problem, plan, rehearsal, snapshots)
-        plan = confirmed or folded(profile, plan, problem.memory, problem.share.settled())
+        plan = confirmed or check_by_fold(profile, plan, problem.memory, problem.share.settled())
         plan = within_tier(profile, plan, problem.share.settled(), problem.tier)
         if by_stages.fits and plan.fits is False and problem.cuts is None:
             plan = _of_smaller_stages(problem, by_stages, plan, entry, rehearsal, protection) or plan
@@ -197,14 +197,14 @@ def _rehearsed_stages(problem: Problem, plan: Plan, rehearsal: Rehearsal | None,
     if not limited or rehearsal is None or problem.profile.source != "estimated":
         return None
     find = functools.partial(_cut_anew, problem, plan.planner or "exact")
-    return rehearsed(plan, rehearsal(plan), beside, Headroom.of(problem.profile), find)
+    return judge_rehearsal(plan, rehearsal(plan), beside, Headroom.of(problem.profile), find)
 
 
 def _judged(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
     """Return a full-form plan with the bytes of each rank and stage, whether they fit, and what is enough."""
     run = dataclasses.replace(problem.run, schedule=plan.schedule or problem.run.settled().schedule)
     confirm = None if rehearsal is None else lambda: rehearsal(plan)
-    verdict = with_stage_bytes(judged(problem.profile, plan, run, confirm, problem.tier))
+    verdict = with_stage_bytes(judge_by_fold(problem.profile, plan, run, confirm, problem.tier))
     treats = problem.plan is None and plan.planner in REGISTRY and REGISTRY[plan.planner].shape == "intervals"
     return saying_what_fits(problem.profile, verdict, run) if treats else verdict
 

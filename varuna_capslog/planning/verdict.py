@@ -1,9 +1,9 @@
 """Judges memory: the bytes of the stages or ranks of a plan, whether they fit, what is missing, and what is enough.
 
 `judge` and `judge_ranks` compare given bytes of stages or ranks with capacities, `judge_plan` the bytes that the plan
-states. They return a `MemoryVerdict`; all others return the plan with its verdict. `judged` computes the bytes of every
-rank by the fold, for plans of any form. For a short-form plan that fits by the memory model of its stages, `folded`
-checks this by the fold, `rehearsed` by a rehearsal, `within_tier` its host tiers.
+states. They return a `MemoryVerdict`; all others return the plan with its verdict. `judge_by_fold` computes the bytes
+of every rank by the fold, for plans of any form. For a short-form plan that fits by the memory model of its stages,
+`check_by_fold` checks this by the fold, `judge_rehearsal` by a rehearsal, `within_tier` its host tiers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
     "HostMemory",
     "MemoryVerdict",
     "capacities_of_devices",
+    "check_by_fold",
     "fold_plan",
-    "folded",
     "is_certain",
     "judge",
+    "judge_by_fold",
     "judge_plan",
     "judge_ranks",
-    "judged",
-    "predictable",
-    "rehearsed",
+    "judge_rehearsal",
+    "prediction_gaps",
     "with_rank_bytes",
     "with_stage_bytes",
     "within_tier",
@@ -72,7 +72,7 @@ class HostMemory:
         """True where the host tier lies in the device's own memory: on a CPU, unless the tier is a folder."""
         return not self.in_files and bool(profile.observations) and profile.observations[0].device == "cpu"
 
-    def lacks(self, plan: Plan, sizes: Sequence[int]) -> Plan:
+    def with_verdict(self, plan: Plan, sizes: Sequence[int]) -> Plan:
         """Return the plan, with `fits` False where a rank's tier exceeds the limit. sizes: bytes by rank."""
         worst = max(range(len(sizes)), key=lambda rank: sizes[rank])
         if self.capacity is None or sizes[worst] <= self.capacity:
@@ -187,7 +187,7 @@ def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryV
     return MemoryVerdict(tuple(sizes), needed, capacities, "rank")
 
 
-def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
+def prediction_gaps(profile: Profile, microbatch_size: int | None) -> list[str]:
     """Reasons why a profile cannot predict bytes for microbatches of this size, in samples; empty if it can."""
     served = PURPOSE in profile.conditions
     instead = "plan in float32, or for a GPU" if served else "measure the profile instead (profile.source=measured)"
@@ -204,7 +204,7 @@ def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
     return gaps
 
 
-def rehearsed(
+def judge_rehearsal(
     plan: Plan, peaks: Sequence[int], beside: Sequence[int], headroom: Headroom, find: Callable[..., Plan]
 ) -> Plan:
     """Judge a short-form plan that fits by its memory model again, by the peaks of a rehearsal of every rank's program:
@@ -277,7 +277,7 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
     return fold(ranges, plan.stages, units, _actions(profile, plan, units, shape), shape, plan.routes)
 
 
-def judged(
+def judge_by_fold(
     profile: Profile,
     plan: Plan,
     run: RunShape,
@@ -295,7 +295,7 @@ def judged(
         tier: limit of the host tiers; None: no limit, in memory.
         run: as for `fold_plan`.
     """
-    gaps = predictable(profile, run.microbatch_size)
+    gaps = prediction_gaps(profile, run.microbatch_size)
     if gaps:
         return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, *gaps))
     try:
@@ -303,17 +303,14 @@ def judged(
     except CapslogError as error:
         return _by_rehearsal_alone(profile, plan, rehearse, str(error))
     tier, on_cpu = tier or HostMemory(), HostMemory().is_device(profile)
-    shared, host, headroom = (
-        tier.is_device(profile),
-        [rank.host_bytes for rank in folds],
-        Headroom.of(profile),
-    )
-    verdict = tier.lacks(with_rank_bytes(plan, [rank.peak_bytes for rank in folds], host, headroom, shared), host)
+    shared, headroom = tier.is_device(profile), Headroom.of(profile)
+    peaks, host = [rank.peak_bytes for rank in folds], [rank.host_bytes for rank in folds]
+    verdict = tier.with_verdict(with_rank_bytes(plan, peaks, host, headroom, shared), host)
     if rehearse is None or all(rank.capacity_bytes is None for rank in verdict.ranks):
         return verdict
     estimated = profile.source == "estimated"
-    told = all(row.action_bytes is not None for row in profile.observations)
-    if told and (is_certain(verdict, headroom) or not (verdict.fits and (estimated or on_cpu))):
+    has_action_bytes = all(row.action_bytes is not None for row in profile.observations)
+    if has_action_bytes and (is_certain(verdict, headroom) or not (verdict.fits and (estimated or on_cpu))):
         return verdict
     try:
         sizes = rehearse()
@@ -323,7 +320,7 @@ def judged(
         note = f"the ranks' bytes are not confirmed by a rehearsal: {error}"
         return dataclasses.replace(verdict, notes=(*verdict.notes, note))
     verdict = with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
-    return tier.lacks(verdict, host)
+    return tier.with_verdict(verdict, host)
 
 
 def is_certain(plan: Plan, headroom: Headroom) -> bool:
@@ -355,7 +352,7 @@ def within_tier(profile: Profile, plan: Plan, run: RunShape, tier: HostMemory) -
     if tier.capacity is None or not plan.fits:
         return plan
     try:
-        return tier.lacks(plan, [rank.host_bytes for rank in fold_plan(profile, plan, run)])
+        return tier.with_verdict(plan, [rank.host_bytes for rank in fold_plan(profile, plan, run)])
     except CapslogError:  # the profile lacks runs for the fold
         return plan
 
@@ -368,17 +365,17 @@ def with_stage_bytes(plan: Plan) -> Plan:
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
-def folded(profile: Profile, plan: Plan, memory: str, run: RunShape) -> Plan:
+def check_by_fold(profile: Profile, plan: Plan, memory: str, run: RunShape) -> Plan:
     """Check by the fold a plan that fits by the memory model of its stages: judged by the bytes of its ranks if these
     do not fit, else unchanged. Models of stages are faster than the fold, but a few percent off where a stage's order
     of actions is not the one that they assume.
 
     memory: as in `Problem`; only plans of "auto" are checked. run: as for `fold_plan`.
     """
-    told = all(row.action_bytes is not None for row in profile.observations)
-    if not plan.fits or plan.memory_model == RANKS or memory != AUTO or not told or plan.capacity_bytes is None:
+    unchecked = not plan.fits or plan.memory_model == RANKS or memory != AUTO or plan.capacity_bytes is None
+    if unchecked or any(row.action_bytes is None for row in profile.observations):
         return plan
-    verdict = judged(profile, plan, dataclasses.replace(run, schedule=plan.schedule or run.schedule))
+    verdict = judge_by_fold(profile, plan, dataclasses.replace(run, schedule=plan.schedule or run.schedule))
     return with_stage_bytes(verdict) if verdict.fits is False else plan
 
 

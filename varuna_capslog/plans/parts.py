@@ -396,20 +396,20 @@ def with_memory(
     """
     if all(stage.memory is not None for stage in stages):
         return list(stages)
-    again = None
+    recomputing = None
     if actions is not None:
         rows = [list(row) for row in actions]
-        again = {action.stage for row in rows for action in row if action.kind == "R"}
+        recomputing = {action.stage for row in rows for action in row if action.kind == "R"}
         # only stages in several pieces: a stage in one piece whose backwards follow at once never runs again
         open_ = {number for number, stage in enumerate(stages) if stage.memory is None and len(stage.layers) > 1}
-        if run.recomputes and open_ - again:
-            again |= open_ & _only_at_once(rows)
+        if run.recomputes and open_ - recomputing:
+            recomputing |= open_ & _only_at_once(rows)
     completed = []
     for number, stage in enumerate(stages):
         if stage.memory is not None:
             completed.append(stage)
             continue
-        does = run.recomputes if again is None else number in again
+        does = run.recomputes if recomputing is None else number in recomputing
         memory = intervals_of(replace(run, recompute=True), stage.layers, device) if does else ()
         completed.append(replace(stage, memory=memory))
     return completed

@@ -216,8 +216,8 @@ class Plan:
 
     def speed_of(self, rank: int) -> float:
         """Return the speed of a rank's device relative to the fastest device; 1 where the plan has no speed."""
-        told = self.ranks[rank].speed if rank < len(self.ranks) else None
-        return 1.0 if told is None else told
+        speed = self.ranks[rank].speed if rank < len(self.ranks) else None
+        return 1.0 if speed is None else speed
 
     @property
     def capacity_bytes(self) -> int | tuple[int | None, ...] | None:

@@ -110,8 +110,8 @@ def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], li
     if count is not None:
         count = fields.whole(count, "num_microbatches", 1, fields.MOST_CALLS)
     if groups is None:
-        alone: list[tuple[int, ...] | None] = [(number,) for number in range(pipelines)]
-        return units | {"blocks": pipelines if pipelines > 1 else None}, alone if pipelines > 1 else [None]
+        own_blocks: list[tuple[int, ...] | None] = [(number,) for number in range(pipelines)]
+        return units | {"blocks": pipelines if pipelines > 1 else None}, own_blocks if pipelines > 1 else [None]
     name = "microbatches_of_pipeline"
     groups = [
         [fields.whole(microbatch, name) for microbatch in fields.listed(group, name)]

@@ -40,7 +40,7 @@ from varuna_capslog.profiles.runs import PLAIN, text_of
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.weighing import ActionProbe, ActionResidue, ActionWeights, HalfWeights, Halves
 from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, to_strings
-from varuna_capslog.variants.registry import tell_readers, variant_named
+from varuna_capslog.variants.registry import drop_unread_work, variant_named
 
 __all__ = [
     "MEASURED_RANK",
@@ -290,7 +290,7 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
                 variant_named(name).rewrite(module)
         modules_of_chain = [*(old.module for old in chain.layers[: run.first]), *modules]
         modules_of_chain += [old.module for old in chain.layers[run.end :]]
-        tell_readers(modules_of_chain, [old.writes for old in chain.layers], chain.readers)
+        drop_unread_work(modules_of_chain, [old.writes for old in chain.layers], chain.readers)
     built = [replace(old, module=new) for old, new in zip(layers, modules, strict=True)]
     enters, leaves = chain.crossing(run.first), chain.crossing(run.end)
     if run.has_upstream:

@@ -32,9 +32,9 @@ from varuna_capslog.variants.registry import (
     Variant,
     apply_variants,
     difference,
+    drop_unread_work,
     known_variants,
     matched,
-    tell_readers,
     variant_named,
 )
 from varuna_capslog.variants.wrapped import backend_of
@@ -206,10 +206,10 @@ def _check(layer: Layer, name: str, sizes: _Sizes, number: int) -> VariantCheck 
             rewritten = copy.deepcopy(plain)
             if variant.rewrite(rewritten) is None:
                 return None
-            unread = sizes.unread(number)
-            tell_readers([rewritten], [layer.writes], {(name, 0): (1,) for name in layer.writes if name not in unread})
+            unread, writes = sizes.unread(number), layer.writes
+            drop_unread_work([rewritten], [writes], {(name, 0): (1,) for name in writes if name not in unread})
             compare = functools.partial(
-                _difference, plain, rewritten, variant, [at for at, name in enumerate(layer.writes) if name in unread]
+                _difference, plain, rewritten, variant, [at for at, name in enumerate(writes) if name in unread]
             )
             try:
                 worst = compare(list(_arguments(read, drawn=True)))
@@ -376,11 +376,11 @@ def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str
 
 
 def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
-    copies = {number: _copy(module) for number, module in modules.items()}  # `tell_readers` sets attributes of a module
+    copies = {number: _copy(module) for number, module in modules.items()}  # since `drop_unread_work` sets attributes
     layers = [
         dataclasses.replace(layer, module=copies.get(number, layer.module)) for number, layer in enumerate(chain.layers)
     ]
-    tell_readers([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
+    drop_unread_work([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
 
 

@@ -250,7 +250,7 @@ class _Ledger:
                 if (pause := _number(event, "pause_seconds")) is not None:
                     self._pauses.setdefault(event.generation, pause)
         self._last = {line.step: number for number, line in enumerate(self._steps)}
-        self._found, self._in_pauses = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+        self._seconds_by_kind, self._in_pauses = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
 
     def account(self) -> Account:
         """Return seconds by kind."""
@@ -261,13 +261,13 @@ class _Ledger:
         for number, line in enumerate(self._steps):
             end = max(begin, line.time or 0.0)
             counts = self._last[line.step] == number
-            self._found["productive" if counts else "repeated"] += end - begin
+            self._seconds_by_kind["productive" if counts else "repeated"] += end - begin
             if number + 1 < len(self._steps):
                 following = self._steps[number + 1]
                 begin = max(end, _begin(following))
                 self._before_a_step(end, begin, line, following)
-        self._found["ending"] += max([end, *self._times[-1:]]) - end
-        return Account(self._found, self._in_pauses)
+        self._seconds_by_kind["ending"] += max([end, *self._times[-1:]]) - end
+        return Account(self._seconds_by_kind, self._in_pauses)
 
     def _before_a_step(self, begin: float, end: float, before: StepLine | None, after: StepLine) -> None:
         """Account for the time without a step before a step begins."""
@@ -277,16 +277,16 @@ class _Ledger:
             # launches that made no step count as part of the start
             launched = launches[0] if launches else begin
             stopped = max([begin, *(at for event in inside if (at := _time(event)) < launched)])
-            self._found["ending"] += stopped - begin
-            self._found["not running"] += launched - stopped
-            self._found["starting"] += end - launched
+            self._seconds_by_kind["ending"] += stopped - begin
+            self._seconds_by_kind["not running"] += launched - stopped
+            self._seconds_by_kind["starting"] += end - launched
             return
         changes = before.generation != after.generation
         remaining_seconds = end - begin
         if changes and after.generation in self._pauses:
             # the pause is as long as its event says, so that every table shows the same seconds
             remaining_seconds = min(remaining_seconds, self._pauses[after.generation])
-            self._found["between steps"] += end - begin - remaining_seconds
+            self._seconds_by_kind["between steps"] += end - begin - remaining_seconds
         for kind, seconds in self._known(end, inside, before, after):
             taken = min(remaining_seconds, max(0.0, seconds))
             self._spend(kind, taken, changes)
@@ -294,7 +294,7 @@ class _Ledger:
         self._spend("paused" if changes else "between steps", remaining_seconds, changes)
 
     def _spend(self, kind: str, seconds: float, in_pause: bool) -> None:
-        self._found[kind] += seconds
+        self._seconds_by_kind[kind] += seconds
         if in_pause:
             self._in_pauses[kind] += seconds
 

@@ -95,12 +95,12 @@ def draw_layers(path: Path, title: str, layers: Sequence[LayerProfile], cuts: Se
     count = len(layers)
     with picture(path, height=4.8) as figure:
         axes = figure.add_subplot()
-        alone = [layer.isolated_bytes / divisor for layer in layers]
-        more = [(layer.added_bytes or 0) / divisor for layer in layers]
-        bars = [axes.bar([index - 0.2 for index in range(count)], alone, 0.4, color=BLUE, label=_ALONE)]
-        bars.append(axes.bar([index + 0.2 for index in range(count)], more, 0.4, color=AMBER, label=_ADDED))
-        explained = [Patch(facecolor=AMBER, label=_LESS)] if min(more) < 0 else []
-        if min(more) < 0:
+        isolated = [layer.isolated_bytes / divisor for layer in layers]
+        added = [(layer.added_bytes or 0) / divisor for layer in layers]
+        bars = [axes.bar([index - 0.2 for index in range(count)], isolated, 0.4, color=BLUE, label=_ALONE)]
+        bars.append(axes.bar([index + 0.2 for index in range(count)], added, 0.4, color=AMBER, label=_ADDED))
+        explained = [Patch(facecolor=AMBER, label=_LESS)] if min(added) < 0 else []
+        if min(added) < 0:
             axes.axhline(0, color=GREY, linewidth=0.8)
         if cuts is not None:
             _draw_cuts(axes, cuts, count)
@@ -262,8 +262,8 @@ def peak_parts(run: RunRecord, rehearse: Rehearsal | None) -> list[Markup]:
         parts.append(markup.paragraph(f"The error: {of} less measured, in percent of the measured peak."))
     if plan.fits is False:
         short = plan.shortfall
-        lack = "" if short is None else f": stage {short.stage} lacks {format_bytes(short.bytes)}"
-        notes.append(f"The plan does not fit the capacity{lack}.")
+        shortfall_text = "" if short is None else f": stage {short.stage} lacks {format_bytes(short.bytes)}"
+        notes.append(f"The plan does not fit the capacity{shortfall_text}.")
     return [*parts, *map(markup.note, notes)]
 
 
@@ -310,15 +310,15 @@ def _peaks_at_measured_sizes(
     not known (older runs). Raises CapslogError or OSError where nothing can be predicted for the measured sizes.
     """
     largest = _predicted_input(run)
-    others = [shapes for shapes in measured.inputs if shapes is not None and shapes != largest]
-    if largest is None or not others:
+    other_sizes = [shapes for shapes in measured.inputs if shapes is not None and shapes != largest]
+    if largest is None or not other_sizes:
         return None
     if run.config is None or run.plan is None:
         raise CapslogError(f"the run's settings are not known: {run.reason('config.yaml')}")
     if rehearse is None or run.config.engine != "capslog":
         raise CapslogError("no rehearsal at these sizes can be made")
     rehearsed: dict[str, list[int]] = {}
-    for shapes in others:
+    for shapes in other_sizes:
         text = size_text(shapes)
         rehearsed[text] = rehearsed.get(text) or rehearse(run.config, run.plan, shapes)
     return [

@@ -111,8 +111,8 @@ def _parameters(profile: Profile) -> str | None:
     sizes = [layer.parameter_bytes for layer in profile.layers]
     if None in sizes:
         return None
-    again = sum(shared.bytes * (len(shared.layers) - 1) for shared in profile.shared)
-    total = sum(size for size in sizes if size is not None) - again
+    repeated = sum(shared.bytes * (len(shared.layers) - 1) for shared in profile.shared)
+    total = sum(size for size in sizes if size is not None) - repeated
     width = _PARAMETER_WIDTH.get(str(profile.conditions.get("dtype")).removeprefix("torch."))
     if "weights" in profile.conditions:
         width = None  # frozen parameters have 16 bits, those with masters 32
@@ -126,11 +126,11 @@ def _placement(run: RunRecord) -> dict[str, str]:
         pipeline, train = config.pipeline, config.train
         rows["Devices x replicas"] = f"{pipeline.devices} x {pipeline.replicas} ({config.device})"
         schedule = (plan and plan.schedule) or pipeline.schedule
-        again = pipeline.recompute or schedule == "varuna"
+        reruns = pipeline.recompute or schedule == "varuna"
         if plan is not None:  # the memory that its stages state counts
             kept = [stage.memory for stage in plan.stages]
-            again = any(again if memory is None else any(part.recomputes for part in memory) for memory in kept)
-        recompute = "activation checkpointing" if again else "no activation checkpointing"
+            reruns = any(reruns if memory is None else any(part.recomputes for part in memory) for memory in kept)
+        recompute = "activation checkpointing" if reruns else "no activation checkpointing"
         rows["Schedule"] = f"{schedule}, {recompute}, stage inputs on the {pipeline.stage_inputs}"
         rows["Minibatch"] = (
             f"{plural(train.minibatch_size, 'sample')} in {plural(config.num_microbatches, 'microbatch', 'es')} of "
@@ -152,8 +152,8 @@ def _placement(run: RunRecord) -> dict[str, str]:
 def _results(run: RunRecord) -> dict[str, str]:
     rows: dict[str, str] = {}
     if (best := run.best) is not None and best.scores:
-        (name, value), *others = best.scores.items()
-        also = "".join(f", {other_name} {score:.3f}" for other_name, score in others if other_name == "AP50")
+        (name, value), *other_scores = best.scores.items()
+        also = "".join(f", {other_name} {score:.3f}" for other_name, score in other_scores if other_name == "AP50")
         rows[f"Best {name}"] = f"{value:.3f}{also} at step {best.step}"
     times = [event.time for event in run.events if event.time is not None]
     began = {"Began": f"{moment(min(times))} UTC"} if times else {}
@@ -176,8 +176,8 @@ def _results(run: RunRecord) -> dict[str, str]:
 
 
 def _waiting(share: float) -> str:
-    told = f"{100 * share:.1f} % of the time in steps, on the rank that waited longest"
-    return told if share < _MUCH_WAITING else f"{told}; more data.workers or data.prefetch may help"
+    waiting = f"{100 * share:.1f} % of the time in steps, on the rank that waited longest"
+    return waiting if share < _MUCH_WAITING else f"{waiting}; more data.workers or data.prefetch may help"
 
 
 def _versions(run: RunRecord) -> dict[str, str]:

@@ -191,8 +191,8 @@ def bars(
     if isinstance(names[0], list):
         made["layout"]["xaxis"]["type"] = "multicategory"
     else:  # a few bars stay narrow
-        beside = 0.5 + max(0, 4 - len(names)) / 2
-        made["layout"]["xaxis"] |= {"type": "category", "range": [-beside, len(names) - 1 + beside]}
+        margin = 0.5 + max(0, 4 - len(names)) / 2
+        made["layout"]["xaxis"] |= {"type": "category", "range": [-margin, len(names) - 1 + margin]}
     return made
 
 

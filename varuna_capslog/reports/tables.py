@@ -168,11 +168,11 @@ def _forward_notes(plan: Plan, profile: Profile) -> list[str]:
     """Return a line for each kind of forward of a served model: seconds of the slowest stage, and of all stages."""
     if plan.purpose == "training":
         return []
-    size, told = plan.microbatch_size or 1, profile.conditions
+    size, conditions = plan.microbatch_size or 1, profile.conditions
     forward = [layer.forward_seconds for layer in profile.layers]
-    if DECODE_SECONDS in told:
-        forwards = {f"prefill of {size} x {told.get('sequence')} tokens": forward}
-        forwards[f"next token of {plural(size, 'sequence')}"] = told[DECODE_SECONDS]
+    if DECODE_SECONDS in conditions:
+        forwards = {f"prefill of {size} x {conditions.get('sequence')} tokens": forward}
+        forwards[f"next token of {plural(size, 'sequence')}"] = conditions[DECODE_SECONDS]
     else:
         forwards = {f"forward of {plural(size, 'sample')}": forward}
     notes = []
@@ -180,7 +180,7 @@ def _forward_notes(plan: Plan, profile: Profile) -> list[str]:
         sums = [sum(seconds[layer] or 0.0 for layer in stage.numbers) for stage in plan.stages]
         slowest = max(range(len(sums)), key=sums.__getitem__)
         notes.append(f"{name}: {duration(sums[slowest])} in the slowest stage, {slowest}; {duration(sum(sums))} in all")
-    return [*notes, f"next token {told['decode']}"] if "decode" in told else notes
+    return [*notes, f"next token {conditions['decode']}"] if "decode" in conditions else notes
 
 
 def _kind_notes(plan: Plan, profile: Profile, sizes: Sequence[int]) -> list[str]:
@@ -226,8 +226,8 @@ def _purpose(plan: Plan, profile: Profile | None) -> list[str]:
     if plan.schedule is not None:
         parts.append(f"{plan.schedule} ({_SCHEDULES[plan.schedule]})" if plan.schedule in _SCHEDULES else plan.schedule)
     types = {name: conditions.get(name) for name in ("dtype", "weights", "moments")}
-    told = [f"{name} {kind}" if name != "dtype" else str(kind) for name, kind in types.items() if kind is not None]
-    parts += [*told, *([str(conditions["optimizer"])] if "optimizer" in conditions else [])]
+    dtypes = [f"{name} {kind}" if name != "dtype" else str(kind) for name, kind in types.items() if kind is not None]
+    parts += [*dtypes, *([str(conditions["optimizer"])] if "optimizer" in conditions else [])]
     if profile is not None and (profile.source or "device" in conditions):
         kind = f":{conditions['gpu']}" if conditions.get("gpu") else ""
         where = f" for {conditions['device']}{kind}" if "device" in conditions else ""

@@ -191,7 +191,7 @@ def validate(
         max_in_flight: stage -> most microbatches between begin of F and end of B (or W); None or missing: no limit.
         offload: stage -> True where it may offload; False refuses every O. Default: every stage.
     """
-    again = [recompute] * len(graph.ranks) if isinstance(recompute, bool) else recompute
+    recomputes = [recompute] * len(graph.ranks) if isinstance(recompute, bool) else recompute
     calls = [len(row) for row in graph.calls]
     acting = set()
     for rank, actions in enumerate(schedule):
@@ -214,7 +214,7 @@ def validate(
             stage: _StageState(
                 stage,
                 calls[stage],
-                again[stage],
+                recomputes[stage],
                 {microbatch for of_stage, microbatch in recomputed if of_stage == stage and microbatch is not None},
                 max_in_flight[stage] if stage < len(max_in_flight) else None,
                 offload is None or offload[stage],

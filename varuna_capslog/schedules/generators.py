@@ -79,9 +79,9 @@ class _Step:
         self.upstream, self.downstream = graph.upstream, graph.downstream
         self.calls, self.grains = [len(row) for row in graph.calls], graph.grains
         # The stage nearest to the loss first: the oldest microbatch ends earlier, and its memory is freed.
-        deepest = sorted(range(len(graph.ranks)), key=lambda stage: (graph.depths[stage], -stage))
+        nearest_to_loss = sorted(range(len(graph.ranks)), key=lambda stage: (graph.depths[stage], -stage))
         self.stages_of_rank = [
-            [stage for stage in deepest if graph.ranks[stage] == rank] for rank in range(graph.num_ranks)
+            [stage for stage in nearest_to_loss if graph.ranks[stage] == rank] for rank in range(graph.num_ranks)
         ]
         self.forward_ends: list[list[int]] = [[] for _ in graph.ranks]
         self.backward_ends: list[list[int]] = [[] for _ in graph.ranks]
@@ -343,8 +343,8 @@ def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[b
         row: list[Action] = []
         kept = backwards_at_once(actions)
         for action in actions:
-            again = action.kind in "BI" and (recompute is None or recompute[action.stage])
-            if again and (action.stage, action.microbatch) not in kept:
+            recomputes = action.kind in "BI" and (recompute is None or recompute[action.stage])
+            if recomputes and (action.stage, action.microbatch) not in kept:
                 row.append(action_of(action.stage, "R", action.microbatch))
             row.append(action)
         result.append(row)
@@ -444,8 +444,8 @@ def schedule_of(
 
     Raises `CapslogError` for an unknown name, and for a limit that the schedule cannot keep.
     """
-    again = recompute if isinstance(recompute, bool) else tuple(recompute)
-    return [list(row) for row in _known_schedule(name, graph, again, tuple(in_flight), tuple(offload), k)]
+    recomputes = recompute if isinstance(recompute, bool) else tuple(recompute)
+    return [list(row) for row in _known_schedule(name, graph, recomputes, tuple(in_flight), tuple(offload), k)]
 
 
 @functools.lru_cache(maxsize=128)
@@ -462,8 +462,8 @@ def _known_schedule(
     always = name in ALWAYS_RECOMPUTE
     calls, in_flight_of = [len(row) for row in graph.calls], in_flight_microbatches(graph)
     depths = [-(-count // grain) for count, grain in zip(in_flight_of, graph.grains, strict=True)]
-    deepest = [-(-max(in_flight_of) // grain) for grain in graph.grains]
-    limits = [_limit(name, *stage, k) for stage in zip(depths, calls, deepest, strict=True)]
+    max_depths = [-(-max(in_flight_of) // grain) for grain in graph.grains]
+    limits = [_limit(name, *stage, k) for stage in zip(depths, calls, max_depths, strict=True)]
     together = [k * math.lcm(*graph.grains) // grain for grain in graph.grains]  # calls of a group of kfkb
     for stage, (limit, plan_limit) in enumerate(zip(limits, in_flight, strict=False)):
         least = {"gpipe": limit, "kfkb": min(together[stage], calls[stage])}.get(name, 1)
@@ -479,9 +479,9 @@ def _known_schedule(
             )
     limited = any(plan_limit is not None for plan_limit in in_flight)
     limits = [limit if plan_limit is None else plan_limit for limit, plan_limit in zip_longest(limits, in_flight)]
-    again = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
+    recomputes = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
     if always:
-        return insert_offload(_known_lists(graph, tuple(limits), tuple(again), False), offload)
+        return insert_offload(_known_lists(graph, tuple(limits), tuple(recomputes), False), offload)
     if name == "kfkb":
         schedule = _in_groups(graph, [max(1, most // size) for most, size in zip(limits, together, strict=True)], k)
     elif name == "zb-h1":
@@ -491,7 +491,7 @@ def _known_schedule(
     else:
         looped = interleaved(graph) if name == "interleaved" and not limited else None
         schedule = looped or _known_lists(graph, tuple(limits), (), name == "gpipe")
-    return insert_offload(insert_recompute(schedule, again), offload)
+    return insert_offload(insert_recompute(schedule, recomputes), offload)
 
 
 @functools.lru_cache(maxsize=32)
@@ -509,7 +509,7 @@ def in_flight_limits(name: str, num_stages: int, num_microbatches: int, k: int =
     return [_limit(name, num_stages - stage, num_microbatches, num_stages, k) for stage in range(num_stages)]
 
 
-def _limit(name: str, depth: int, calls: int, deepest: int, k: int) -> int:
+def _limit(name: str, depth: int, calls: int, max_depth: int, k: int) -> int:
     """Return the limit of calls in flight of a stage.
 
     Under `varuna` a microbatch in flight keeps only the stage's input (no graph), so the limit is larger than 1F1B's: a
@@ -517,9 +517,9 @@ def _limit(name: str, depth: int, calls: int, deepest: int, k: int) -> int:
     costs a smaller limit makes the step longer, and a larger limit does not make it shorter.
 
     depth: calls in flight under 1F1B: number of stages from this stage to the loss (S - s in one pipeline) where all
-        grains are equal. calls: of a step. deepest: the largest depth, in calls of this stage.
+        grains are equal. calls: of a step. max_depth: the largest depth, in calls of this stage.
     """
-    limit = {"gpipe": calls, "kfkb": k * depth, "zb-h1": deepest, "varuna": max(1, 3 * (depth - 1))}.get(name, depth)
+    limit = {"gpipe": calls, "kfkb": k * depth, "zb-h1": max_depth, "varuna": max(1, 3 * (depth - 1))}.get(name, depth)
     return min(limit, calls)
 
 

@@ -533,13 +533,13 @@ def speed_of(active: int, speeds: Sequence[float]) -> float:
 
 @dataclass
 class _CoreUser:
-    """State of a rank. at: index of its instruction. left: work left in it, in seconds of a lone rank; None: not begun.
+    """State of a rank. at: index of its instruction. work_left: in it, in seconds of a lone rank; None: not begun.
     begun: its beginning. ready: time from which an instruction that has not begun can begin; infinite while unknown.
     held: time before which no instruction can begin.
     """
 
     at: int = 0
-    left: float | None = None
+    work_left: float | None = None
     begun: float = 0.0
     ready: float = 0.0
     held: float = 0.0
@@ -582,7 +582,7 @@ def play_contended(
                 program = programs[number]
                 while rank.at < len(program):
                     instruction = program[rank.at]
-                    if rank.left is None:
+                    if rank.work_left is None:
                         rank.ready = rank.held
                         if isinstance(instruction, Recv):
                             rank.ready = max(rank.held, arrival.get(instruction.message, float("inf")))
@@ -591,11 +591,11 @@ def play_contended(
                         if rank.ready > now:
                             break
                         if isinstance(instruction, SendInstruction):
-                            rank.left, rank.begun = handover_seconds[instruction.message.way], now
+                            rank.work_left, rank.begun = handover_seconds[instruction.message.way], now
                         elif isinstance(instruction, Action):
                             beside = copies[number].begin(instruction, now, cost[instruction])
-                            rank.left, rank.begun = 0.0 if beside else cost[instruction], now
-                    if rank.left is not None and rank.left > 0.0:
+                            rank.work_left, rank.begun = 0.0 if beside else cost[instruction], now
+                    if rank.work_left is not None and rank.work_left > 0.0:
                         break
                     if isinstance(instruction, SendInstruction):
                         pair = (number, instruction.peer)
@@ -609,23 +609,23 @@ def play_contended(
                         timed[number].append(TimedAction(number, instruction, rank.begun, now))
                         if instruction.kind not in "OL":
                             rank.held = copies[number].away()
-                    rank.left = None
+                    rank.work_left = None
                     rank.at += 1
                     moved = True
-        working = [rank for rank in ranks if rank.left is not None]
+        working = [rank for rank in ranks if rank.work_left is not None]
         waited = [
             rank.ready
             for rank, program in zip(ranks, programs, strict=True)
-            if rank.left is None and rank.at < len(program) and rank.ready < float("inf")
+            if rank.work_left is None and rank.at < len(program) and rank.ready < float("inf")
         ]
         if not working and not waited:
             return timed, messages
         speed = speed_of(len(working), speeds) if working else 1.0
-        nearest = min((rank.left or 0.0 for rank in working), default=float("inf"))
+        nearest = min((rank.work_left or 0.0 for rank in working), default=float("inf"))
         step = min([nearest / speed, *(moment - now for moment in waited)])
         now = min([now + step, *waited])
         for rank in working:
-            assert rank.left is not None
+            assert rank.work_left is not None
             # the rank with the least work ends exactly here: rounding must leave no work
-            ends = rank.left == nearest and step == nearest / speed
-            rank.left = 0.0 if ends else max(0.0, rank.left - step * speed)
+            ends = rank.work_left == nearest and step == nearest / speed
+            rank.work_left = 0.0 if ends else max(0.0, rank.work_left - step * speed)

@@ -72,8 +72,8 @@ class AttentionCore(nn.Module):
         """
         nothing = padding.all(1)[:, None, None]
         # samples without a visible key are computed unmasked and zeroed afterwards: a softmax over no keys is NaN
-        out, seen = self._with_sum(q, k, v, _bias(padding & ~nothing[:, 0], q.dtype), 1 / math.sqrt(q.shape[-1]))
-        return out.masked_fill(nothing.unsqueeze(-1), 0.0), seen.masked_fill(nothing, -math.inf)
+        out, log_sums = self._with_sum(q, k, v, _bias(padding & ~nothing[:, 0], q.dtype), 1 / math.sqrt(q.shape[-1]))
+        return out.masked_fill(nothing.unsqueeze(-1), 0.0), log_sums.masked_fill(nothing, -math.inf)
 
     def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return the result of `attend`, and the log-sum-exp of each query's logits [B, H, T]."""
@@ -84,14 +84,14 @@ class AttentionCore(nn.Module):
         return _How(self.rate if self.training else 0.0, QUERIES, keys, (q.shape[0], q.shape[1]))
 
 
-def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
+def merged(outs: Sequence[Tensor], log_sums: Sequence[Tensor]) -> Tensor:
     """Return attention to all blocks of keys, from the results of `AttentionCore.of_block`, added in their order. The
     weight of block j is exp(s_j) / (the sum of exp(s) over all blocks), where s is a block's log-sum-exp. So a block in
     which a query sees no key has weight 0. A query that sees no key in any block gives NaN, as with a softmax.
     """
-    most = torch.stack([sum_of_block.detach() for sum_of_block in seen]).amax(0)
-    shift = most.masked_fill(most == -math.inf, 0.0)  # any constant will do: it cancels
-    weights = [(sum_of_block - shift).exp() for sum_of_block in seen]
+    largest = torch.stack([sum_of_block.detach() for sum_of_block in log_sums]).amax(0)
+    shift = largest.masked_fill(largest == -math.inf, 0.0)  # any constant will do: it cancels
+    weights = [(sum_of_block - shift).exp() for sum_of_block in log_sums]
     total, weighted = weights[0], outs[0] * weights[0].unsqueeze(-1)
     for out, weight in zip(outs[1:], weights[1:], strict=True):
         total, weighted = total + weight, weighted + out * weight.unsqueeze(-1)
@@ -113,9 +113,9 @@ class EagerAttention(AttentionCore):
 
     def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         maps = _all_logits(q, k, bias, scale)
-        maps, seen = _SoftmaxAndSum.apply(maps)
+        maps, log_sums = _SoftmaxAndSum.apply(maps)
         maps = F.dropout(maps, self.rate, self.training)
-        return tuple(tensor.unflatten(0, (q.shape[0], -1)) for tensor in (torch.bmm(maps, v.flatten(0, 1)), seen))
+        return tuple(tensor.unflatten(0, (q.shape[0], -1)) for tensor in (torch.bmm(maps, v.flatten(0, 1)), log_sums))
 
 
 def _all_logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -139,11 +139,11 @@ class _SoftmaxAndSum(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_maps: Tensor, of_seen: Tensor) -> Tensor:
+    def backward(ctx: Any, of_maps: Tensor, of_log_sums: Tensor) -> Tensor:
         (maps,) = ctx.saved_tensors
         # the softmax's own backward, and that of the log-sum-exp, whose gradient is the softmax
         return torch._softmax_backward_data(of_maps, maps, -1, maps.dtype).addcmul_(
-            maps, of_seen.to(maps).unsqueeze(-1)
+            maps, of_log_sums.to(maps).unsqueeze(-1)
         )
 
 
@@ -226,8 +226,8 @@ class _How:
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
     """Run `_InChunks` with samples and heads joined into one dimension, which is split again in the results."""
-    out, seen = _InChunks.apply(*(tensor.flatten(0, 1) for tensor in (q, k, v)), bias, how)
-    return out.unflatten(0, how.heads), seen.unflatten(0, how.heads)
+    out, log_sums = _InChunks.apply(*(tensor.flatten(0, 1) for tensor in (q, k, v)), bias, how)
+    return out.unflatten(0, how.heads), log_sums.unflatten(0, how.heads)
 
 
 class _InChunks(torch.autograd.Function):
@@ -239,22 +239,22 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
         ctx.how, ctx.random = how, accelerator.random_state(q.device) if how.rate else None
         out = q.new_empty(*q.shape[:2], v.shape[-1])
-        most, sums = (q.new_empty(*q.shape[:2], 1, dtype=wide_type(q)) for _ in range(2))
+        largest, sums = (q.new_empty(*q.shape[:2], 1, dtype=wide_type(q)) for _ in range(2))
         with torch.autocast(q.device.type, enabled=False):
             for rows in chunks(q.shape[1], how.queries):
-                merging = _Merged(out[:, rows], most[:, rows], sums[:, rows])
+                merging = _Merged(out[:, rows], largest[:, rows], sums[:, rows])
                 for columns in chunks(k.shape[1], how.keys):
                     logits = _logits(q[:, rows], k[:, columns], bias, rows, columns, how.heads)
                     merging.add(logits, v[:, columns], how.rate)
                 merging.finish()
-        ctx.save_for_backward(q, k, v, bias, out, most, sums)
+        ctx.save_for_backward(q, k, v, bias, out, largest, sums)
         ctx.set_materialize_grads(False)
-        return out, (sums.log() + most).squeeze(-1)
+        return out, (sums.log() + largest).squeeze(-1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None, of_seen: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, most, sums = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor | None, of_log_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, largest, sums = ctx.saved_tensors
         wide, how, parts = wide_type(q), ctx.how, chunks(k.shape[1], ctx.how.keys)
         gradient = torch.zeros_like(out) if gradient is None else gradient
         of_q, of_k, of_v = (torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
@@ -266,7 +266,7 @@ class _InChunks(torch.autograd.Function):
                 of_row = (upper.to(wide) * out[:, rows].to(wide)).sum(-1, keepdim=True)
                 for columns in parts:
                     maps = _logits(part, k[:, columns], bias, rows, columns, how.heads)
-                    maps = maps.sub_(most[:, rows]).exp_().div_(sums[:, rows])
+                    maps = maps.sub_(largest[:, rows]).exp_().div_(sums[:, rows])
                     of_maps = torch.bmm(upper, v[:, columns].transpose(1, 2)).to(wide)
                     dropped = maps
                     if how.rate:
@@ -277,7 +277,7 @@ class _InChunks(torch.autograd.Function):
                     if len(parts) == 1:  # the same sum; its rounding cancels where one key outweighs all others
                         of_row = (of_maps * maps).sum(-1, keepdim=True)
                     # the softmax's own backward, and that of the log-sum-exp, whose gradient is the softmax
-                    of_logits = of_maps.sub_(of_row if of_seen is None else of_row - of_seen[:, rows, None])
+                    of_logits = of_maps.sub_(of_row if of_log_sums is None else of_row - of_log_sums[:, rows, None])
                     of_logits = of_logits.mul_(maps).to(k.dtype)
                     of_q[:, rows] += torch.bmm(of_logits, k[:, columns])
                     of_k[:, columns] += torch.bmm(of_logits.transpose(1, 2), part)
@@ -287,22 +287,22 @@ class _InChunks(torch.autograd.Function):
 
 class _Merged:
     """Accumulator of some rows of the output, one chunk of keys after the other. out: [N, rows, D], written by
-    `finish`. most, sums: [N, rows, 1], each row's largest logit, and the sum of exp(logit - largest logit). For rows
+    `finish`. largest, sums: [N, rows, 1], each row's largest logit, and the sum of exp(logit - largest logit). For rows
     without a visible key, outputs and gradients are NaN, as with a softmax.
     """
 
-    def __init__(self, out: Tensor, most: Tensor, sums: Tensor) -> None:
-        self._out, self._most, self._sums = out, most.fill_(-math.inf), sums.zero_()
+    def __init__(self, out: Tensor, largest: Tensor, sums: Tensor) -> None:
+        self._out, self._largest, self._sums = out, largest.fill_(-math.inf), sums.zero_()
         self._total: Tensor | None = None
 
     def add(self, logits: Tensor, v: Tensor, rate: float) -> None:
         """Add a chunk of keys. logits: [N, rows, keys], overwritten. v: [N, keys, D]."""
-        most = torch.maximum(self._most, logits.amax(-1, keepdim=True))
-        shift = most.masked_fill(most == -math.inf, 0.0)  # no visible key so far
+        largest = torch.maximum(self._largest, logits.amax(-1, keepdim=True))
+        shift = largest.masked_fill(largest == -math.inf, 0.0)  # no visible key so far
         maps = logits.sub_(shift).exp_()
-        before = (self._most - shift).exp_()
+        before = (self._largest - shift).exp_()
         self._sums.mul_(before).add_(maps.sum(-1, keepdim=True))
-        self._most.copy_(most)
+        self._largest.copy_(largest)
         if rate:
             maps *= _kept(maps, rate)
         new = torch.bmm(maps.to(v.dtype), v).to(maps.dtype)

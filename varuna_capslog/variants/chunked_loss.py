@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from varuna_capslog.variants.attention import chunks, take_graph, wide_type
 
-__all__ = ["chunked_cross_entropy", "chunked_loss", "leave_logits"]
+__all__ = ["chunked_cross_entropy", "chunked_loss", "drop_unread_logits"]
 
 ROWS = 256
 """Rows of one chunk: their logits are a small part of all logits, but keep a device busy."""
@@ -57,24 +57,24 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, classes: Tensor, how: _Rows) -> Tensor:
         counts = classes != how.ignored
-        seen, of_class = (x.new_zeros(x.shape[0], dtype=how.dtype) for _ in range(2))
+        log_sums, of_class = (x.new_zeros(x.shape[0], dtype=how.dtype) for _ in range(2))
         with torch.autocast(x.device.type, enabled=False):
             for rows in chunks(x.shape[0], how.rows):
                 logits = _logits(x[rows], weight, bias).to(how.dtype)
                 of_class[rows] = logits.gather(1, _column(classes[rows], counts[rows])).squeeze(1)
-                most = logits.amax(-1, keepdim=True)
+                largest = logits.amax(-1, keepdim=True)
                 # not logsumexp, which copies the logits
-                maps = logits.sub(most) if _is_given(x, weight, how) else logits.sub_(most)
-                seen[rows] = maps.exp_().sum(-1).log_().add_(most.squeeze(1))
+                maps = logits.sub(largest) if _is_given(x, weight, how) else logits.sub_(largest)
+                log_sums[rows] = maps.exp_().sum(-1).log_().add_(largest.squeeze(1))
                 del logits, maps  # before the next chunk's logits are made
         ctx.how = how
-        ctx.save_for_backward(x, weight, bias, classes, seen)
-        return (seen - of_class).masked_fill_(~counts, 0.0).sum() / counts.sum()
+        ctx.save_for_backward(x, weight, bias, classes, log_sums)
+        return (log_sums - of_class).masked_fill_(~counts, 0.0).sum() / counts.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upper: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, classes, seen = ctx.saved_tensors
+        x, weight, bias, classes, log_sums = ctx.saved_tensors
         how, counts = ctx.how, classes != ctx.how.ignored
         # each row's share of the mean; 0 for rows that do not count
         factor = torch.where(counts, upper.to(how.dtype) / counts.sum(), 0.0)[:, None]
@@ -86,9 +86,9 @@ class _Chunked(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             for rows in chunks(x.shape[0], how.rows):
                 if _is_given(x, weight, how):  # compute in the gradient's memory
-                    maps = torch.sub(x[rows], seen[rows, None], out=of_x[rows])
+                    maps = torch.sub(x[rows], log_sums[rows, None], out=of_x[rows])
                 else:
-                    maps = _logits(x[rows], weight, bias).to(how.dtype).sub_(seen[rows, None])
+                    maps = _logits(x[rows], weight, bias).to(how.dtype).sub_(log_sums[rows, None])
                 maps.exp_().scatter_add_(1, _column(classes[rows], counts[rows]), -counts[rows, None].to(how.dtype))
                 maps = maps.mul_(factor[rows]).to(x.dtype)
                 if weight is None:
@@ -261,10 +261,10 @@ def _joined(node: fx.Node, linear: nn.Linear) -> int | None:
     return last if first == 0 and last != -1 and isinstance(last, int) else None
 
 
-def leave_logits(
+def drop_unread_logits(
     layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
 ) -> None:
-    """Make logits chunk by chunk where neither layers nor the loss read them. Args: see `registry.tell_readers`."""
+    """Make logits chunk by chunk where neither layers nor the loss read them. Args: see `registry.drop_unread_work`."""
     for number, layer in enumerate(layers):
         for part in layer.children():
             if isinstance(part, _LinearLoss) and part.place is not None:

@@ -25,8 +25,8 @@ from varuna_capslog.variants.attention import (
     SplitKeysAttention,
     attention_everywhere,
 )
-from varuna_capslog.variants.chunked_loss import chunked_loss, leave_logits
-from varuna_capslog.variants.wrapped import compiled, in_bfloat16, in_channels_last, leave_layouts, without_onednn
+from varuna_capslog.variants.chunked_loss import chunked_loss, drop_unread_logits
+from varuna_capslog.variants.wrapped import compiled, drop_conversions, in_bfloat16, in_channels_last, without_onednn
 
 __all__ = [
     "NUMERICS",
@@ -35,11 +35,11 @@ __all__ = [
     "Variant",
     "apply_variants",
     "difference",
+    "drop_unread_work",
     "known_variants",
     "layers_meant",
     "matched",
     "register",
-    "tell_readers",
     "variant_named",
 ]
 
@@ -212,7 +212,7 @@ def apply_variants(
     return applied
 
 
-def tell_readers(
+def drop_unread_work(
     layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
 ) -> None:
     """Remove work for outputs that their readers do not need: conversions between channels-last layers of a chain, and
@@ -222,8 +222,8 @@ def tell_readers(
         layers, writes: all layers of the chain, some of them rewritten, and the names of each layer's outputs.
         readers: (tensor, its layer) -> layers that read it, ascending; the loss counts as a layer behind the last.
     """
-    leave_layouts(layers, writes, readers)
-    leave_logits(layers, writes, readers)
+    drop_conversions(layers, writes, readers)
+    drop_unread_logits(layers, writes, readers)
 
 
 # -- Comparison of a rewritten layer with the plain one: outputs, and gradients of inputs and parameters.

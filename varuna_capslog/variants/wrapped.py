@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
-__all__ = ["backend_of", "compiled", "in_bfloat16", "in_channels_last", "leave_layouts", "without_onednn"]
+__all__ = ["backend_of", "compiled", "drop_conversions", "in_bfloat16", "in_channels_last", "without_onednn"]
 
 
 class _ChannelsLast(nn.Module):
-    left: frozenset[int] = frozenset()
+    kept_outputs: frozenset[int] = frozenset()
     """Indices of the outputs that stay in channels last, because only channels-last layers read them."""
 
     def forward(self, *tensors: Any) -> Any:
@@ -30,7 +30,7 @@ class _ChannelsLast(nn.Module):
         return tuple(self._handed_on(place, tensor) for place, tensor in enumerate(outputs))
 
     def _handed_on(self, place: int, tensor: Any) -> Any:
-        return _laid_out(tensor, torch.channels_last if place in self.left else torch.contiguous_format)
+        return _laid_out(tensor, torch.channels_last if place in self.kept_outputs else torch.contiguous_format)
 
 
 def _laid_out(tensor: Any, memory_format: torch.memory_format) -> Any:
@@ -137,16 +137,16 @@ def in_channels_last(layer: nn.Module) -> int | None:
     return _wrap(layer, _ChannelsLast) if any(isinstance(module, kinds) for module in layer.modules()) else None
 
 
-def leave_layouts(
+def drop_conversions(
     layers: Sequence[nn.Module],
     writes: Sequence[Sequence[str]],
     readers: Mapping[Any, Sequence[int]],
 ) -> None:
-    """Remove the conversions between channels-last layers of one chain. Args: see `registry.tell_readers`."""
+    """Remove the conversions between channels-last layers of one chain. Args: see `registry.drop_unread_work`."""
     inside = {number: layer for number, layer in enumerate(layers) if isinstance(layer, _ChannelsLast)}
     for number, layer in inside.items():
         read = [set(readers.get((name, number), ())) for name in writes[number]]
-        layer.left = frozenset(
+        layer.kept_outputs = frozenset(
             place for place, layers_reading in enumerate(read) if layers_reading and layers_reading <= inside.keys()
         )
 

@@ -30,7 +30,7 @@ from varuna_capslog.training.layer_state import LayerState, flatten
 from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.stages import ANCHOR
-from varuna_capslog.varuna_plugin.wire import named_loss
+from varuna_capslog.varuna_plugin.wire import peer_errors
 
 __all__ = [
     "FORMAT",
@@ -304,7 +304,7 @@ def _agree(self: Any, problem: str | None, folder: Path, step: int) -> None:
 
 def _gather(self: Any, value: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
-    with named_loss("agreeing on a checkpoint with all ranks", None, current().timeout):
+    with peer_errors("agreeing on a checkpoint with all ranks", None, current().timeout):
         dist.all_gather_object(everyone, value, group=self.capslog_world)
     return everyone
 

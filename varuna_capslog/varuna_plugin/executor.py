@@ -158,7 +158,7 @@ class BoundedDistributed:
 
     def barrier(self, group: Any = None) -> None:
         """Wait like `torch.distributed.barrier`; by default in the group of all ranks that has the timeout."""
-        with wire.named_loss("waiting for all ranks at the end of a step", None, current().timeout):
+        with wire.peer_errors("waiting for all ranks at the end of a step", None, current().timeout):
             dist.barrier(group=self.world if group is None else group)
 
 
@@ -229,13 +229,13 @@ class Outbox:
         self._under_way: deque[wire.Sending] = deque()
         # the schedule runs this stage that many microbatches ahead of the next, so it must not wait for them here
         ahead = sum(1 for _ in itertools.takewhile(lambda task: task[0] == FORWARD, pipeline.schedule))
-        self._most = max(_UNDER_WAY, ahead) if kind == FORWARD else _UNDER_WAY
+        self._most_under_way = max(_UNDER_WAY, ahead) if kind == FORWARD else _UNDER_WAY
 
     def put(self, bundle: wire.Bundle) -> None:
         """Begin to send the next microbatch's bundle. Raises PeerLost."""
         sending = wire.send(bundle, next(self._microbatches), self._peer, self._gradients, self._room)
         self._under_way.append(sending)
-        if len(self._under_way) > self._most:
+        if len(self._under_way) > self._most_under_way:
             self._under_way.popleft().wait(current().timeout)
 
     def end_step(self) -> None:
@@ -304,7 +304,7 @@ def grads_receiver(self: Any) -> None:
 
 def run(original: Callable[[Any], Any], self: Any) -> Any:
     """Wrap `Pipeline.run`: wait until its messages are sent, and name a lost rank."""
-    with wire.named_loss("waiting for its pipeline at the end of a step", None, current().timeout):
+    with wire.peer_errors("waiting for its pipeline at the end of a step", None, current().timeout):
         result = original(self)
     for outbox in filter(None, (self.acts_send_queue, self.grads_send_queue)):
         outbox.end_step()
@@ -353,7 +353,7 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
         restore_random_state(state, self.device)
     else:
         result = original(self, inputs_as_dict, **flags)
-    if not stage.active or (stage.exit is not None and not stage.left):
+    if not stage.active or (stage.exit is not None and not stage.reached_exit):
         cut = stage.exit if stage.active else stage.entry
         raise CapslogError(
             f"the forward ended without reaching CutPoint {cut.spec.name!r}; it must pass every CutPoint each time"

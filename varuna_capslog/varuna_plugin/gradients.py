@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.tracing import TieGroup
-from varuna_capslog.varuna_plugin.wire import named_loss
+from varuna_capslog.varuna_plugin.wire import peer_errors
 
 __all__ = ["init_distributed", "step_alone", "sync_across_workers"]
 
@@ -88,7 +88,7 @@ def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_m
 
 def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]:
     """Replace Varuna's: return (no overflow, norm of all gradients after clipping), set the loss of all replicas."""
-    with named_loss("adding up gradients", None, current().timeout):
+    with peer_errors("adding up gradients", None, current().timeout):
         _add_ties(self)
         share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
         if self.dp_group is not None:

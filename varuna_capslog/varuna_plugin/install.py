@@ -310,7 +310,7 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
     summed = current().loss == "sum"
     weights = [1.0 if summed else size / sum(batches.sizes) / self.data_depth for size in batches.sizes]
     result = torch.tensor([sum(weights[index] * loss for index, loss in losses.items())], dtype=torch.float64)
-    with wire.named_loss("adding up the evaluation's losses", None, current().timeout):
+    with wire.peer_errors("adding up the evaluation's losses", None, current().timeout):
         dist.all_reduce(result, group=self.capslog_world)
     return float(result)
 

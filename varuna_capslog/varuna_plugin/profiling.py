@@ -104,7 +104,7 @@ def varuna_roles(
     def role(place: int, device: torch.device) -> Role:
         count = itertools.count(1)
         return lambda: (
-            lambda run, conditions: _play(
+            lambda run, conditions: _run_role(
                 subject, model, run, conditions, (place, device), (port, f"varuna-{number}-{next(count)}")
             )
         )
@@ -112,7 +112,7 @@ def varuna_roles(
     return role(_MEASURED, device), [role(place, torch.device("cpu")) for place in (_BEFORE, _BEHIND)]
 
 
-def _play(
+def _run_role(
     subject: Subject,
     model: nn.Module,
     run: TrimmedRun,
@@ -202,7 +202,7 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
     measured.around_forward = lambda: meter.saving(resident_storages, measured.received)
     measured.step(inputs)
     measured.around_forward = contextlib.nullcontext
-    with meter.peak(measured.given if stage.stage == 0 else ()):
+    with meter.peak(measured.input_tensors if stage.stage == 0 else ()):
         measured.step(inputs)
     # time every forward and backward, without a backward's wait for gradients
     measured.around_forward = lambda: meter.timing("forward")
@@ -213,7 +213,7 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
     boundaries = {str(n): spec for n, spec in enumerate(before)}, {str(n): spec for n, spec in enumerate(behind)}
     seconds = statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"])
     row = conditions.row(layers, boundaries, (meter.peak_bytes, meter.static_bytes, meter.saved_bytes), seconds)
-    return row if stage.entry is not None else replace(row, boundary_in_bytes=storage_bytes(measured.given))
+    return row if stage.entry is not None else replace(row, boundary_in_bytes=storage_bytes(measured.input_tensors))
 
 
 class _OffDevice(Bundle):
@@ -229,21 +229,21 @@ class _OffDevice(Bundle):
 class _MeasuredStage:
     """A rank's Varuna and the meter that measures it.
 
-    given: the tensors in the inputs of the last forward. around_forward: returns a context that is open during each
-    forward of the model on this stage.
+    input_tensors: of the last forward. around_forward: returns a context that is open during each forward of the model
+    on this stage.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._module = trainer, trainer.partitioned_model.module
         self._stage = trainer.partitioned_model.capslog
         self.meter = StageMeter(trainer.device, self.resident)
-        self.given: list[Tensor] = []
+        self.input_tensors: list[Tensor] = []
         self.around_forward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._began = 0.0
         real = self._module.forward
 
         def forward(*arguments: Any, **inputs: Any) -> Any:
-            self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            self.input_tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
             with self.around_forward():
                 return real(*arguments, **inputs)
 
@@ -270,7 +270,7 @@ class _MeasuredStage:
         if not torch.is_grad_enabled():
             return None
         if self._stage.entry is None:
-            return self.given
+            return self.input_tensors
         return [tensor for tensor in self._stage.entry.point.recv_fn().tensors if tensor is not None]
 
     def time_backward(self, moment: str) -> None:

@@ -25,11 +25,11 @@ def main() -> NoReturn:
     status = 0
     try:
         from varuna_capslog.varuna_plugin.install import install
-        from varuna_capslog.varuna_plugin.wire import named_loss
+        from varuna_capslog.varuna_plugin.wire import peer_errors
 
         install()
         # an error in the script's own collectives becomes one sentence, too
-        with named_loss("running the script's own collectives", None):
+        with peer_errors("running the script's own collectives", None):
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -152,7 +152,7 @@ class ExitCut:
             else torch.zeros((), device=device)
         )
         self.point.send_fn(self.run.bundle_type(tuple(tensors)))
-        self.run.left = True
+        self.run.reached_exit = True
         self.point.set_ret_val_func(token)
         raise StageDone
 
@@ -214,7 +214,7 @@ class StageRun:
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
         bundle_type: class of the bundles that leave the stage.
         rooms: frame sizes of the messages in each direction, by (task, "in" or "out").
-        active, left: True once the forward has reached the stage's first piece, and the cut behind the stage.
+        active, reached_exit: True once the forward has reached the stage's first piece, and the cut behind the stage.
         gradients_sent: True once the backward under way has sent gradients to the stage before.
         draws: seeds random numbers where they must not depend on the cuts; else None.
         watch_backward: called with "begun", "gradients arrived" (from the stage behind) and "ended" in each backward.
@@ -226,14 +226,14 @@ class StageRun:
         self.rooms = defaultdict[tuple[int, str], Room](Room)
         self.entry: EntryCut | None = None
         self.exit: ExitCut | None = None
-        self.active = self.left = self.gradients_sent = False
+        self.active = self.reached_exit = self.gradients_sent = False
         self.draws: Draws | None = None
         self.watch_backward: Callable[[str], None] = lambda moment: None
         self.norms: list[nn.Module] = []
 
     def begin(self) -> None:
         """Begin a forward."""
-        self.active, self.left = self.stage == 0, False
+        self.active, self.reached_exit = self.stage == 0, False
 
 
 # -- Model trimming on Varuna (CAPSlog, Sec. III-A): stages that are not to be measured pass on dummy tensors.
@@ -261,7 +261,7 @@ class CutShapes:
             memo: dict[int, Any] = {id(parameter): copy.deepcopy(parameter) for parameter in model.parameters()}
         memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         self._model = copy.deepcopy(model, memo)
-        self._found: list[tuple[TensorSpec, ...]] = []
+        self._cut_specs: list[tuple[TensorSpec, ...]] = []
         self._known: dict[str, list[tuple[TensorSpec, ...]]] = {}
         self._count = len(names)
         points = dict(self._model.named_modules())
@@ -276,7 +276,7 @@ class CutShapes:
         return self._known[key]
 
     def _run(self, fakes: dict[str, Any]) -> list[tuple[TensorSpec, ...]]:
-        self._found = []
+        self._cut_specs = []
         # running statistics are copies, so the fake forward may change them
         try:
             with self._mode, torch.enable_grad():
@@ -289,12 +289,12 @@ class CutShapes:
                 f"{str(error).splitlines()[0]}): code before a cut asks tensors for their values; move it behind "
                 "the last cut, or run all stages"
             ) from error
-        return self._found
+        return self._cut_specs
 
     def _report(self, name: str, *arguments: Any) -> Any:
         tensors, _, _ = flatten_cut(arguments, name)
-        self._found.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
-        if len(self._found) == self._count:
+        self._cut_specs.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
+        if len(self._cut_specs) == self._count:
             raise StageDone  # later code crosses no cut
         return arguments[0] if len(arguments) == 1 else arguments
 
@@ -316,7 +316,7 @@ class _Between(torch.autograd.Function):
         return None, None, *zeros
 
 
-def play_stage(model: nn.Module, run: StageRun, shapes: CutShapes | None, device: torch.device) -> None:
+def replace_forward(model: nn.Module, run: StageRun, shapes: CutShapes | None, device: torch.device) -> None:
     """Replace a reduced model's forward by that of a trimmed stage. shapes: specs at the cuts; None: as traced."""
 
     def forward(**inputs: Any) -> Any:
@@ -373,8 +373,8 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
     run.norms = [module for module in norms if module._buffers.get("running_mean") is not None]
     self.capslog = run
     points = {name: module for name, module in self.module.named_modules() if isinstance(module, CutPoint)}
-    self.pre_cp, run.entry = _wake(self, points, partition.entry(self.stage), self.stage, EntryCut)
-    self.post_cp, run.exit = _wake(self, points, partition.exit(self.stage), self.stage + 1, ExitCut)
+    self.pre_cp, run.entry = _activate_cut(self, points, partition.entry(self.stage), self.stage, EntryCut)
+    self.post_cp, run.exit = _activate_cut(self, points, partition.exit(self.stage), self.stage + 1, ExitCut)
     # attributes that the rest of Varuna reads
     self.num_cutpoints = len(trace.cuts)
     self.cuts_per_stage = len(partition.pieces(self.stage))
@@ -401,7 +401,7 @@ def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
     cuts = run.partition.trace.cuts
     shapes = None if options.trace is not None else CutShapes(model, tuple(cut.name for cut in cuts))
     reduce_to_stage(model, run, kept_names(run.partition, run.ties, run.stage))
-    play_stage(model, run, shapes, device)
+    replace_forward(model, run, shapes, device)
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
@@ -444,7 +444,7 @@ def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: typ
     return trace
 
 
-def _wake(
+def _activate_cut(
     partitioned: Any, points: dict[str, Any], spec: Any, index: int, kind: type[EntryCut] | type[ExitCut]
 ) -> tuple[Any, Any]:
     """Return the CutPoint of `spec` with the attributes that Varuna sets, and its function; two None without `spec`."""

@@ -247,7 +247,7 @@ class _Uses(TorchDispatchMode):
     def __init__(self, names: Mapping[int, Sequence[str]]) -> None:
         super().__init__()
         self.names, self.piece = names, 0
-        self.seen: dict[str, set[int]] = {}
+        self.pieces_of: dict[str, set[int]] = {}
         self.made: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -256,7 +256,7 @@ class _Uses(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 input_storages.add(_storage(leaf))
                 for name in self.names.get(_storage(leaf), ()):
-                    self.seen.setdefault(name, set()).add(self.piece)
+                    self.pieces_of.setdefault(name, set()).add(self.piece)
         result = function(*args, **(kwargs or {}))
         new = {_storage(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
         made = sum(
@@ -298,8 +298,8 @@ def trace_model(model: nn.Module, inputs: Mapping[str, Any], cut_type: type[nn.M
         moving = _moving(model, before)
     return Trace(
         cuts=tuple(cuts),
-        parameters=_owned([name for name, _ in model.named_parameters()], uses.seen),
-        buffers=_owned([name for name, _ in model.named_buffers()], uses.seen),
+        parameters=_owned([name for name, _ in model.named_parameters()], uses.pieces_of),
+        buffers=_owned([name for name, _ in model.named_buffers()], uses.pieces_of),
         calls=tuple(calls),
         moving=tuple(moving),
         made_bytes=tuple(uses.made.get(piece, 0) for piece in range(len(cuts) + 1)),
@@ -310,12 +310,12 @@ def _never(packed: Any) -> Tensor:
     raise CapslogError("the model computes gradients inside its forward, which Varuna cannot split")
 
 
-def _owned(names: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
+def _owned(names: Sequence[str], pieces_of: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
     """Return each name's pieces. An unused tensor gets the first piece of the name before, so that a stage keeps it."""
     result: dict[str, tuple[int, ...]] = {}
-    before = next((min(seen[name]) for name in names if name in seen), 0)
+    before = next((min(pieces_of[name]) for name in names if name in pieces_of), 0)
     for name in names:
-        result[name] = tuple(sorted(seen.get(name, {before})))
+        result[name] = tuple(sorted(pieces_of.get(name, {before})))
         before = result[name][0]
     return result
 

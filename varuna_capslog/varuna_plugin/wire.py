@@ -24,7 +24,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost, why_lost
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Bundle", "Expected", "Room", "Sending", "host_tensor", "named_loss", "pack", "send", "unpack"]
+__all__ = ["Bundle", "Expected", "Room", "Sending", "host_tensor", "pack", "peer_errors", "send", "unpack"]
 
 MAX_DIMS = 8
 """Most dimensions of a tensor on the wire."""
@@ -267,7 +267,7 @@ class Sending:
 
     def wait(self, timeout: datetime.timedelta) -> None:
         """Wait until the memory may be used again. Raises PeerLost."""
-        with named_loss(f"sending to rank {self._peer}", self._peer, timeout):
+        with peer_errors(f"sending to rank {self._peer}", self._peer, timeout):
             for work in self._works:
                 work.wait(timeout)
 
@@ -298,7 +298,7 @@ def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room
     room.note(message.frame_bytes)
     tag = _GRADIENTS if gradients else _ACTIVATIONS
     buffers = [message.frame, *message.apart]
-    with named_loss(f"sending to rank {peer}", peer):
+    with peer_errors(f"sending to rank {peer}", peer):
         # tensors that do not fit into the frame have another tag: receives of the next frames may be posted already
         works = [dist.isend(buffer, peer, tag=tag + _LOOSE * (buffer is not message.frame)) for buffer in buffers]
         return Sending(works, buffers, peer)
@@ -311,7 +311,7 @@ class Expected:
         self._count, self._peer, self._gradients, self._room = count, peer, gradients, room
         self._tag = _GRADIENTS if gradients else _ACTIVATIONS
         self._frame = _host_bytes(max(_header_bytes(count), room.num_bytes))
-        with named_loss(f"waiting for rank {peer}", peer):
+        with peer_errors(f"waiting for rank {peer}", peer):
             self._work: Any = dist.irecv(self._frame, peer, tag=self._tag)
 
     def take(self, microbatch: int, timeout: datetime.timedelta) -> Bundle:
@@ -321,7 +321,7 @@ class Expected:
         """
         content = "gradients" if self._gradients else "activations"
         doing = f"waiting for {content} of microbatch {microbatch} from rank {self._peer}"
-        with named_loss(doing, self._peer, timeout):
+        with peer_errors(doing, self._peer, timeout):
             self._work.wait(timeout)
             message = unpack(self._frame, self._count, microbatch)
             self._room.note(message.frame_bytes)
@@ -332,7 +332,7 @@ class Expected:
 
 
 @contextlib.contextmanager
-def named_loss(doing: str, peer: int | None, timeout: datetime.timedelta | None = None) -> Iterator[None]:
+def peer_errors(doing: str, peer: int | None, timeout: datetime.timedelta | None = None) -> Iterator[None]:
     """Turn errors of gloo and NCCL inside the block into a PeerLost that says what this rank was doing."""
     try:
         yield

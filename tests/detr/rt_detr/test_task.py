@@ -71,7 +71,7 @@ def test_from_pictures_to_scores(tmp_path: Path) -> None:
 
 
 def test_perfect_outputs_score_one(tmp_path: Path) -> None:
-    """Boxes at their places, with their classes: an error in `seen` or in the stretched pictures would cost AP."""
+    """Boxes at their places, with their classes: faults of `detections_of` or the stretched pictures would cost AP."""
     workload = task(tmp_path)
     data, evaluator = workload.val_data(), workload.evaluator()
     assert data is not None

@@ -32,7 +32,7 @@ class Stage:
         self.end = draw.randrange(self.first + 1, size + 1)
         self.choices = weighed(self.profile, self.ranges, self.first, self.end, self.handling, MOST_IN_FLIGHT)
         seconds = LayerSeconds.of_profile(self.profile)
-        self.fronts = IntervalSearch(self.ranges, seconds, self.handling, labels)
+        self.search = IntervalSearch(self.ranges, seconds, self.handling, labels)
 
     def budgets(self, draw: random.Random, in_flight: int) -> list[int]:
         """Return the least and the most bytes of any choice, some between, and a budget below all."""
@@ -64,11 +64,11 @@ def test_the_cheapest_of_all_choices(seed: int) -> None:
         stage = Stage(draw, size)
         for in_flight in range(1, MOST_IN_FLIGHT + 1):
             least = stage.least(in_flight)
-            assert stage.fronts.least_bytes(stage.first, stage.end, in_flight) == (least, least)
+            assert stage.search.least_bytes(stage.first, stage.end, in_flight) == (least, least)
             for budget in stage.budgets(draw, in_flight):
                 best = stage.best(in_flight, budget)
-                choice = stage.fronts.cheapest(stage.first, stage.end, in_flight, budget)
-                seconds, bounds = stage.fronts.seconds(in_flight, budget)
+                choice = stage.search.cheapest(stage.first, stage.end, in_flight, budget)
+                seconds, bounds = stage.search.seconds(in_flight, budget)
                 if best is None:
                     assert choice is None
                     assert seconds[stage.first, stage.end] == bounds[stage.first, stage.end] == float("inf")
@@ -88,12 +88,12 @@ def test_fewer_labels_are_never_too_good_and_know_what_they_may_have_missed(labe
     for _ in some(range(35), 12):
         stage = Stage(draw, draw.choice(SIZES), labels)
         for in_flight in range(1, MOST_IN_FLIGHT + 1):
-            found_least, bound_least = stage.fronts.least_bytes(stage.first, stage.end, in_flight)
+            found_least, bound_least = stage.search.least_bytes(stage.first, stage.end, in_flight)
             assert bound_least <= stage.least(in_flight) <= found_least
             for budget in stage.budgets(draw, in_flight):
                 best = stage.best(in_flight, budget)
-                choice = stage.fronts.cheapest(stage.first, stage.end, in_flight, budget)
-                bound = stage.fronts.seconds(in_flight, budget)[1][stage.first, stage.end]
+                choice = stage.search.cheapest(stage.first, stage.end, in_flight, budget)
+                bound = stage.search.seconds(in_flight, budget)[1][stage.first, stage.end]
                 assert best is None or bound <= best[0]
                 assert (choice is None) == (found_least > budget)
                 if choice is None:
@@ -124,14 +124,14 @@ def test_no_list_is_below_the_bound_of_what_a_rank_can_hold(labels: int) -> None
         entering = [stage.ranges.crossing[at] for at in range(size + 1)]
         for in_flight in range(1, MOST_IN_FLIGHT + 1):
             for budget in stage.budgets(draw, in_flight):
-                usual = stage.fronts.seconds(in_flight, budget)[1][stage.first, stage.end]
-                bound = stage.fronts.bounds(in_flight, budget, copied, entering)[stage.first, stage.end]
+                usual = stage.search.seconds(in_flight, budget)[1][stage.first, stage.end]
+                bound = stage.search.bounds(in_flight, budget, copied, entering)[stage.first, stage.end]
                 assert bound <= usual
                 if not stage.handling.later and stage.handling.host_bandwidth is None:
                     assert bound == usual
                 below += bound < usual
                 if copied[0]:
-                    half = stage.fronts.bounds(
+                    half = stage.search.bounds(
                         in_flight, budget, [layer_bytes // 2 for layer_bytes in copied], entering
                     )
                     assert half[stage.first, stage.end] <= bound
@@ -143,7 +143,7 @@ def test_moved_bytes_and_reruns_are_told() -> None:
     told = 0
     for _ in range(12):
         stage = Stage(draw, 3)
-        choice = stage.fronts.cheapest(stage.first, stage.end, 2, stage.least(2))
+        choice = stage.search.cheapest(stage.first, stage.end, 2, stage.least(2))
         assert choice is not None
         layer_seconds = sum(
             (layer.forward_seconds or 0) + (layer.backward_seconds or 0)
@@ -165,7 +165,7 @@ def test_other_numbers_of_calls_and_waiting_blocks_need_no_other_search() -> Non
         alone = IntervalSearch(stage.ranges, LayerSeconds.of_profile(stage.profile), one_block)
         again = alone.with_blocks(stage.handling.calls, stage.handling.waiting_blocks)
         for budget in stage.budgets(draw, 2):
-            choices = [fronts.cheapest(stage.first, stage.end, 2, budget) for fronts in (stage.fronts, again, alone)]
+            choices = [search.cheapest(stage.first, stage.end, 2, budget) for search in (stage.search, again, alone)]
             assert choices[0] == choices[1]
             differ += choices[0] != choices[2]
     assert differ
@@ -174,14 +174,14 @@ def test_other_numbers_of_calls_and_waiting_blocks_need_no_other_search() -> Non
 def test_a_range_that_was_not_searched_is_refused() -> None:
     profile = random_profile(random.Random(1), 3)
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
-    fronts = IntervalSearch(ranges, seconds, firsts=[0])
-    assert fronts.cheapest(0, 2, 1, 1e18)
+    search = IntervalSearch(ranges, seconds, firsts=[0])
+    assert search.cheapest(0, 2, 1, 1e18)
     part = IntervalSearch(ranges, seconds, firsts=[0], borders=range(3))
-    assert part.cheapest(0, 2, 1, 1e18) == fronts.cheapest(0, 2, 1, 1e18)
+    assert part.cheapest(0, 2, 1, 1e18) == search.cheapest(0, 2, 1, 1e18)
     with pytest.raises(CapslogError, match="name 0 among the firsts, and both it and 3 among the borders"):
         part.cheapest(0, 3, 1, 1e18)
     with pytest.raises(CapslogError, match="no stage of layers 1 to 1 was searched; name 1 among the firsts"):
-        fronts.cheapest(1, 2, 1, 1e18)
+        search.cheapest(1, 2, 1, 1e18)
 
 
 def test_halves_that_a_profile_does_not_tell_are_refused() -> None:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.planners.madpipe.chains import ceiling, draw_chain, every_allocation, fits, plus
-from varuna_capslog.planners.madpipe import WEIGHED, weighed_allocations
+from varuna_capslog.planners.madpipe import COMPARED_COUNTINGS, allocations_by_counting
 from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts, allocation_within, best_allocation
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import LayerProfile, Profile
@@ -85,18 +85,17 @@ def test_the_countings_are_searched_together_with_the_same_answers() -> None:
     dice, several = random.Random(9), 0
     for _ in range(40):
         costs = draw_chain(dice, dice.randrange(2, 9), dice.randrange(1, 5))
-        allocations = weighed_allocations(costs)
-        alone = {name: best_allocation(costs, name) for name in (WEIGHED if costs.devices > 1 else ("none",))}
-        periods = [allocation.period for allocation in alone.values() if allocation is not None]
+        allocations = allocations_by_counting(costs)
+        countings = COMPARED_COUNTINGS if costs.devices > 1 else ("none",)
+        separate = {counting: best_allocation(costs, counting) for counting in countings}
+        periods = [allocation.period for allocation in separate.values() if allocation is not None]
         assert bool(allocations) == bool(periods)
         for name, allocation in allocations.items():
-            single = alone[name]
+            single = separate[name]
             assert single is not None
             assert allocation.period == pytest.approx(single.period, rel=2e-3)
-        assert (
-            min((allocation.period for allocation in allocations.values()), default=0)
-            <= min(periods, default=0) * 1.001
-        )
+        shortest = min((allocation.period for allocation in allocations.values()), default=0)
+        assert shortest <= min(periods, default=0) * 1.001
         several += len({allocation.stages for allocation in allocations.values()}) > 1
     assert several > 5
 

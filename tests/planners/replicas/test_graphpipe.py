@@ -124,8 +124,8 @@ def test_no_stage_graph_of_its_search_space_has_a_faster_slowest_stage(link: Lin
         branched += any(len(stage.layers) < layers for stage in graphs[0]) and isinstance(tree, (Series, Parallel))
         assert best * (1 - 1e-9) <= min(values) <= best * 1.0101
         # a stage graph within a limit is found if there is one
-        assert StageGraphs(CostedTree(costs, tree), best * (1 + 1e-9)).found()
-        assert not StageGraphs(CostedTree(costs, tree), best * (1 - 1e-6)).found()
+        assert StageGraphs(CostedTree(costs, tree), best * (1 + 1e-9)).ranked_graphs()
+        assert not StageGraphs(CostedTree(costs, tree), best * (1 - 1e-6)).ranked_graphs()
     assert nothing > 20
     assert branched > 60
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import LayerModules, ModelNames, hybrid_letters
-from varuna_capslog.planning.export import Request, notes, written
+from varuna_capslog.planning.export import Request, export_text, notes
 from varuna_capslog.planning.export.layer_counts import block_letters
 from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
 from varuna_capslog.plans.parts import Units
@@ -148,7 +148,7 @@ def drawn() -> Iterator[tuple[ModelNames, int, list[int], str]]:
         cuts = [0, *sorted(draw.sample(range(2, len(blocks) + 1), ranks * rounds - 1))]
         stages = stages_of_pipelines(len(names.layers), cuts, 1, 1, [*range(ranks)] * rounds)
         plan = Plan(len(names.layers), stages, Units(12, 1, 1), "interleaved" if rounds > 1 else "1f1b")
-        yield names, ranks, cuts, written("megatron", Request(plan, KEEPS, names=names)).strip()
+        yield names, ranks, cuts, export_text("megatron", Request(plan, KEEPS, names=names)).strip()
 
 
 def test_exported_patterns_are_read_back() -> None:
@@ -239,22 +239,22 @@ def test_what_a_pattern_or_a_plan_cannot_say() -> None:
     names = names_of_letters(["M", "?", "*"])
     plan = Plan.of_cuts(6, [0, 2], schedule="1f1b")
     with pytest.raises(CapslogError, match=r"layer 'model.layers.1' is no mixer, no feed-forward and no mixer before"):
-        written("megatron", Request(plan, KEEPS, names=names))
+        export_text("megatron", Request(plan, KEEPS, names=names))
     early = Plan.of_cuts(7, [0, 2, 6], schedule="1f1b")
     with pytest.raises(CapslogError, match="where a hybrid model of Megatron puts the layers for multi-token predict"):
-        written("megatron", Request(early, KEEPS, names=names_of_letters(["M", "-", "*"], 1)))
+        export_text("megatron", Request(early, KEEPS, names=names_of_letters(["M", "-", "*"], 1)))
 
 
 def test_notes_name_the_option() -> None:
     plan = Plan.of_cuts(6, [0, 2], schedule="1f1b")
     hybrid = Request(plan, KEEPS, names=names_of_letters(["M", "-", "*"]))
-    assert written("megatron", hybrid) == "M|-*\n"
+    assert export_text("megatron", hybrid) == "M|-*\n"
     assert notes("megatron", hybrid) == [
         "for hybrid models of Megatron (megatron-core 0.17 and later): --hybrid-layer-pattern takes it, in quotes, "
         "without any other option for layers of stages; Megatron also needs --pipeline-model-parallel-size 2"
     ]
     delta = Request(plan, KEEPS, names=names_of_letters(["GE", "GE", "*E"]))
-    assert written("megatron", delta) == "GE|GE*E\n"
+    assert export_text("megatron", delta) == "GE|GE*E\n"
     assert notes("megatron", delta)[1] == (
         "where Megatron builds this model as a GPT model, as Megatron Bridge builds Qwen3-Next, "
         "--pipeline-model-parallel-layout takes Et|t*2L"

@@ -23,7 +23,7 @@ from tests.planning.export.readers import (
 )
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.parallel import Divisors
-from varuna_capslog.planning.export import TARGETS, Request, names_in, notes, written
+from varuna_capslog.planning.export import TARGETS, Request, export_text, names_in, notes
 from varuna_capslog.plans.parts import MemoryInterval, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.profiles.record import LayerProfile, Profile, SharedParameter
@@ -65,7 +65,7 @@ def test_megatron_recomputes_the_same_parts_of_every_block() -> None:
     plan, layers = plan_of(0, 3), named("embed", *(f"layers.{n}" for n in range(4)), "norm")
     again = parted(plan, (1, 5, ("attention", "norms")))
     request = Request(again, KEEPS, names=layers)
-    assert written("megatron", request) == written("megatron", replace(request, plan=plan))
+    assert export_text("megatron", request) == export_text("megatron", replace(request, plan=plan))
     assert notes("megatron", Request(again, KEEPS))[1] == (
         "the plan recomputes parts of every block; Megatron does so with --recompute-granularity selective "
         "--recompute-modules core_attn layernorm"
@@ -81,12 +81,12 @@ def test_megatron_recomputes_the_same_parts_of_every_block() -> None:
         ((1, 6, ("norms",)),): "recomputes norms of layer 'norm', but Megatron recomputes",
     }.items():
         with pytest.raises(CapslogError, match=message):
-            written("megatron", replace(request, plan=parted(plan, *rows)))
+            export_text("megatron", replace(request, plan=parted(plan, *rows)))
     for target in TARGETS.keys() - {"megatron", "torch-csv"}:
         with pytest.raises(CapslogError, match=r"\[1, 3, recompute, \[attention, norms\]\], which the form"):
-            written(target, replace(request, names=names("decoder")))
+            export_text(target, replace(request, names=names("decoder")))
     with pytest.raises(CapslogError, match=r"stage 0 .* recomputes parts of its layers, which a schedule"):
-        written("torch-csv", request)
+        export_text("torch-csv", request)
 
 
 def test_notes_say_how_the_target_divides_stages() -> None:
@@ -128,13 +128,13 @@ def test_notes_name_what_is_left_out() -> None:
 def test_a_plan_for_inference_goes_to_those_who_serve() -> None:
     plan = replace(plan_of(0, 3), purpose="inference", schedule=None)
     request = Request(plan, names=named("embed", *(f"h.{n}" for n in range(BLOCKS)), "norm"))
-    assert written("vllm", request) == "VLLM_PP_LAYER_PARTITION=2,2\n"
+    assert export_text("vllm", request) == "VLLM_PP_LAYER_PARTITION=2,2\n"
     assert notes("vllm", Request(plan, KEEPS)) == ["vLLM also needs --pipeline-parallel-size 2"]
     assert notes("device-map", Request(plan, KEEPS)) == []
     for target in ("megatron", "torchtitan", "automodel", "deepspeed", "torch-csv"):
         with pytest.raises(CapslogError, match=r"is for inference, but the form for .* says how a model is trained"):
-            written(target, request)
-        assert written("megatron", replace(request, plan=plan_of(0, 3))) == "Et*2|t*2L\n"
+            export_text(target, request)
+        assert export_text("megatron", replace(request, plan=plan_of(0, 3))) == "Et*2|t*2L\n"
 
 
 def test_exports_import_no_torch() -> None:
@@ -210,9 +210,9 @@ def test_every_format_for_every_model_is_read_back_or_refused(target: str, cuts:
         request = Request(plan_of(*cuts), KEEPS, names=names(model))
         if model in REFUSALS.get(target, ()):
             with pytest.raises(CapslogError, match=TARGETS[target].system):
-                written(target, request)
+                export_text(target, request)
         else:
-            assert readers_stages(target, written(target, request), model, cuts) == stages_of_blocks(cuts), model
+            assert readers_stages(target, export_text(target, request), model, cuts) == stages_of_blocks(cuts), model
 
 
 def test_the_page_lists_what_is_refused() -> None:

@@ -18,7 +18,7 @@ from varuna_capslog.planning.placed import equal_pipelines
 from varuna_capslog.planning.playing import moment_bytes, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.solve import solve
-from varuna_capslog.planning.verdict import fold_plan, judged
+from varuna_capslog.planning.verdict import fold_plan, judge_by_fold
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -67,13 +67,13 @@ def test_no_plan_of_equal_pipelines_is_faster(seed: int, replicas: int, devices:
     for capacity in (peaks[0], *draw.sample(peaks, min(3, len(peaks))), peaks[-1]):
         best = min(step for step, peak in everything if peak <= capacity)
         plan = equal_pipelines_plan(profile, replicas, of_size(capacity, replicas * devices), run, LINK)
-        assert judged(profile, plan, run).fits
+        assert judge_by_fold(profile, plan, run).fits
         assert plan.step_seconds == pytest.approx(best, rel=1e-9)
         assert with_step_seconds(profile, plan, run, LINK).step_seconds == plan.step_seconds
         assert plan.bound_seconds is not None
         assert plan.bound_seconds <= best * (1 + 1e-9)
         assert plan.proven is (plan.step_seconds <= plan.bound_seconds * (1 + 1e-9))
-    smaller = judged(
+    smaller = judge_by_fold(
         profile, equal_pipelines_plan(profile, replicas, of_size(peaks[0] - 1, replicas * devices), run), run
     )
     assert smaller.fits is False
@@ -89,7 +89,7 @@ def test_what_the_search_does_not_count_is_taken_from_its_memory_until_the_pipel
     for rounds in (1, 4):
         monkeypatch.setattr(equal_pipelines, "_ROUNDS", rounds)
         plans = [equal_pipelines_plan(profile, 2, of_size(capacity, 4), run) for capacity in peaks]
-        fit.append(sum(bool(judged(profile, plan, run).fits) for plan in plans))
+        fit.append(sum(bool(judge_by_fold(profile, plan, run).fits) for plan in plans))
     assert fit[0] < fit[1] == len(peaks), "nothing was left to the further searches"
 
 
@@ -147,9 +147,10 @@ def test_replicas_share_the_moments_where_nothing_fits_otherwise(replicas: int, 
 
     alone = equal_pipelines_plan(profile, replicas, of_size(1, count), run)
     below = peak(alone) - moments // (4 * devices)
-    assert judged(profile, equal_pipelines_plan(profile, replicas, of_size(below, count), run), run).fits is False
+    whole = equal_pipelines_plan(profile, replicas, of_size(below, count), run)
+    assert judge_by_fold(profile, whole, run).fits is False
     shared = equal_pipelines_plan(profile, replicas, of_size(below, count), run, may_share=True)
-    assert judged(profile, shared, run).fits
+    assert judge_by_fold(profile, shared, run).fits
     assert peak(shared) <= below
     assert "replicas share the optimizer's moments" in shared.notes[-1]
     assert {piece.kind for stage in shared.stages for piece in stage.moments} == {"replica"}
@@ -157,7 +158,5 @@ def test_replicas_share_the_moments_where_nothing_fits_otherwise(replicas: int, 
         stage.moments
         for stage in equal_pipelines_plan(profile, replicas, of_size(2 * below, count), run, may_share=True).stages
     )
-    assert (
-        judged(profile, equal_pipelines_plan(profile, replicas, of_size(1, count), run, may_share=True), run).fits
-        is False
-    )
+    smallest = equal_pipelines_plan(profile, replicas, of_size(1, count), run, may_share=True)
+    assert judge_by_fold(profile, smallest, run).fits is False

@@ -15,7 +15,7 @@ from tests.planning.asking import plan
 from tests.sweeps import some
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners.madpipe import WEIGHED
+from varuna_capslog.planners.madpipe import COMPARED_COUNTINGS
 from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import compare
@@ -74,7 +74,7 @@ def test_memory_that_limits_no_plan_is_not_searched(monkeypatch: pytest.MonkeyPa
     slow = timed([2.0, 4.0, 1.0, 1.0, 5.0])  # no pattern has the period that the loads of ranks and links allow
     run, link = RunShape(2, "1f1b", False), Link(10**4)
     answer = periodic.periodic_plan(Problem.of(slow, 2, 10**12, run, link))
-    assert len(programs) <= 2 * len(WEIGHED)
+    assert len(programs) <= 2 * len(COMPARED_COUNTINGS)
     unlimited = periodic.periodic_plan(Problem.of(slow, 2, None, run, link))
     assert (answer.stages, answer.actions) == (unlimited.stages, unlimited.actions)
 

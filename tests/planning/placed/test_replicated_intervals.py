@@ -15,7 +15,7 @@ from varuna_capslog.planners.replicas import ReplicatedStage
 from varuna_capslog.planning.nearby import _every_list
 from varuna_capslog.planning.placed.replicated import PlacedIntervals, frame_of, plan_of_stages, with_lists
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import judged
+from varuna_capslog.planning.verdict import judge_by_fold
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -66,25 +66,25 @@ def test_what_runs_again_is_little_more_than_of_every_list_that_fits(name: str) 
     ratios, missed = [], 0
     for seed in range(5):
         profile = drawn(random.Random(seed), [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5), (5, 6)])
-        free = judged(profile, kept(profile, name, None), SHAPE)
+        free = judge_by_fold(profile, kept(profile, name, None), SHAPE)
         sizes = [rank.bytes or 0 for rank in free.ranks]
         fullest = free.stages[max(range(len(sizes)), key=lambda rank: sizes[rank])].layers
         for part in (0.95, 0.85):
             plan = kept(profile, name, int(part * max(sizes)))
-            lacks = judged(profile, plan, SHAPE)
-            assert lacks.fits is False
+            verdict = judge_by_fold(profile, plan, SHAPE)
+            assert verdict.fits is False
             treated_plan = PlacedIntervals(profile, SHAPE).treated(
-                plan, lacks, lambda candidate, profile=profile: judged(profile, candidate, SHAPE), with_lists
+                plan, verdict, lambda candidate, profile=profile: judge_by_fold(profile, candidate, SHAPE), with_lists
             )
             fitting = [
                 again(profile, candidate)[fullest]
                 for candidate in every(dataclasses.replace(treated_plan or plan), fullest)
-                if judged(profile, candidate, SHAPE).fits
+                if judge_by_fold(profile, candidate, SHAPE).fits
             ]
             if treated_plan is None:
                 missed += bool(fitting)
                 continue
-            assert judged(profile, treated_plan, SHAPE).fits
+            assert judge_by_fold(profile, treated_plan, SHAPE).fits
             assert len({stage.memory for stage in treated_plan.stages if stage.layers == fullest}) == 1
             ratios.append(again(profile, treated_plan)[fullest] / min(fitting))
     assert len(ratios) > 5

@@ -52,8 +52,8 @@ class EqualRanges:
             count = size - by
             # single layers first, which is fast: at most distances no layer equals another layer
             earlier, later = (numbers[:, order[at : at + count], order[at + 1 : at + count + 1]] for at in (0, by))
-            alone = (earlier == later).all(axis=0)
-            if not (alone & firsts[:count] & firsts[by:]).any():
+            layers_equal = (earlier == later).all(axis=0)
+            if not (layers_equal & firsts[:count] & firsts[by:]).any():
                 continue
             cuts = (at_cuts[:, : count + 1] == at_cuts[:, by:]).all(axis=0)
             same = (numbers[:, :count, : count + 1] == numbers[:, by:, by:]).all(axis=0) & cuts

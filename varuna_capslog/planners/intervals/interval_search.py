@@ -139,17 +139,17 @@ class IntervalSearch:
 
     def with_ranges(self, ranges: RangeBytes) -> IntervalSearch:
         """Return the same choices with the resident bytes of `ranges`, whose moments may be in the host tier."""
-        fronts = copy.copy(self)
-        fronts._ranges = ranges
-        fronts._resident = fronts._resident_bytes()
-        return fronts
+        search = copy.copy(self)
+        search._ranges = ranges
+        search._resident = search._resident_bytes()
+        return search
 
     def with_blocks(self, calls: int, waiting_blocks: int) -> IntervalSearch:
         """Return the same choices for other numbers of calls and waiting blocks, which change only resident bytes."""
-        fronts = copy.copy(self)
-        fronts._handling = replace(self._handling, calls=calls, waiting_blocks=waiting_blocks)
-        fronts._resident = fronts._resident_bytes()
-        return fronts
+        search = copy.copy(self)
+        search._handling = replace(self._handling, calls=calls, waiting_blocks=waiting_blocks)
+        search._resident = search._resident_bytes()
+        return search
 
     def searched(self, first: int, end: int) -> bool:
         """True where there are choices for a stage of layers first .. end-1."""

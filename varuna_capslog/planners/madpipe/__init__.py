@@ -14,26 +14,26 @@ from varuna_capslog.planners.madpipe.pattern import Pattern, periodic_pattern
 
 __all__ = [
     "CLOSE",
-    "WEIGHED",
+    "COMPARED_COUNTINGS",
     "Allocation",
     "ChainCosts",
     "Pattern",
+    "allocations_by_counting",
     "best_allocation",
     "periodic_pattern",
     "shortest_pattern",
-    "weighed_allocations",
 ]
 
-WEIGHED = ("least", "most", "none")
+COMPARED_COUNTINGS = ("least", "most", "none")
 """Members of `COUNTINGS` whose allocations are compared by their schedules."""
 
 
-def weighed_allocations(costs: ChainCosts) -> dict[str, Allocation]:
+def allocations_by_counting(costs: ChainCosts) -> dict[str, Allocation]:
     """Return the best allocation of each counting that has one. An allocation that fits by a later counting of
-    `WEIGHED` also fits by the first, so none has a shorter period than the first.
+    `COMPARED_COUNTINGS` also fits by the first, so none has a shorter period than the first.
     """
     allocations, at_least = dict[str, Allocation](), 0.0
-    for counting in WEIGHED if costs.devices > 1 else ("none",):
+    for counting in COMPARED_COUNTINGS if costs.devices > 1 else ("none",):
         allocation = best_allocation(costs, counting, at_least)
         if allocation is None and not allocations:
             break
@@ -48,7 +48,7 @@ def shortest_pattern(costs: ChainCosts, limit_seconds: float = 60.0) -> Pattern 
     limit_seconds: of all linear programs.
     """
     best, ends = None, time.perf_counter() + limit_seconds
-    by_stages = {allocation.stages: allocation for allocation in weighed_allocations(costs).values()}
+    by_stages = {allocation.stages: allocation for allocation in allocations_by_counting(costs).values()}
     for allocation in sorted(by_stages.values(), key=lambda allocation: allocation.load(costs)):
         over = time.perf_counter() >= ends
         if over or (best is not None and allocation.load(costs) >= best.period):

@@ -284,9 +284,9 @@ def best_allocation(costs: ChainCosts, counting: str = "least", at_least: float 
         if allocation is None:
             lower = max(lower, target)
         else:
-            again = allocation.load(costs) * (1 + _ROUNDING)
-            if again < target and (tighter := allocation_within(costs, again, counting=counting)):
-                allocation, target = tighter, again
+            load = allocation.load(costs) * (1 + _ROUNDING)
+            if load < target and (tighter := allocation_within(costs, load, counting=counting)):
+                allocation, target = tighter, load
             best, upper, step = Allocation(allocation.stages, target), target, math.inf
         if upper <= lower * (1 + CLOSE):
             return best
@@ -302,7 +302,7 @@ def allocation_within(
     so that bound is at least T(L, P - 1, 0, 0, 0); default: `target`.
     """
     layers, special = costs.num_layers, counting != "none"
-    most = costs.devices - special
+    most_ordinary = costs.devices - special
     bound = target if bound is None else bound
     cuts = np.arange(layers + 1)
     rows: list[list[Floats]] = [[] for _ in cuts]
@@ -326,7 +326,7 @@ def allocation_within(
             continue
         stage = _Stages(costs, firsts, end, target, labels)
         usable = np.inf if costs.usable is None else costs.usable * (1 + _ROUNDING)
-        normal = (labels[:, _USED] < most) & (stage.memory <= usable)
+        normal = (labels[:, _USED] < most_ordinary) & (stage.memory <= usable)
         held, running = (np.broadcast_to(labels[:, at], normal.shape) for at in (_HELD, _RUNNING))
         _add(rows, stage, numbers, normal, held, running)
         if not special:

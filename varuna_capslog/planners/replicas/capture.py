@@ -91,10 +91,10 @@ class DegreePeaks:
 
 def merged(costs: GraphCosts, groups: int) -> list[int]:
     """Return the first layer of each of `groups` groups, and L, by the layer merger (Sec. III-A3)."""
-    alone = AdditiveCosts.of_statistics(costs.isolated, costs.added)
+    group_costs = AdditiveCosts.of_statistics(costs.isolated, costs.added)
     bounds = list(range(costs.num_layers + 1))
     while len(bounds) - 1 > max(1, groups):
-        together = [alone.stage_bytes(bounds[at], bounds[at + 2]) for at in range(len(bounds) - 2)]
+        together = [group_costs.stage_bytes(bounds[at], bounds[at + 2]) for at in range(len(bounds) - 2)]
         del bounds[together.index(min(together)) + 1]
     return bounds
 
@@ -109,11 +109,11 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
     of_block = costs.microbatches // (costs.blocks or costs.microbatches)
     count = len(bounds) - 1
     degrees = _degrees(size, costs.most_replicas)
-    best: dict[tuple[int, int], list[_Rest]] = {(count, 0): [_Rest([], 0, 0)]}
+    best: dict[tuple[int, int], list[_Tail]] = {(count, 0): [_Tail([], 0, 0)]}
     for used in range(1, devices + 1):
         room = (used - 1) % size + 1  # used devices on the node of this stage
         for first in range(count):
-            tails: list[_Rest] = []
+            tails: list[_Tail] = []
             for degree in (degree for degree in degrees if degree <= room):
                 for end in range(first + 1, count + 1):
                     for behind in best.get((end, used - degree), ()):
@@ -152,7 +152,7 @@ def _degrees(size: int, most: int) -> list[int]:
 
 
 @dataclass
-class _Rest:
+class _Tail:
     """Stages from some layer to the loss. row: bytes of their devices, the largest first. in_flight, end, degree: of
     the first stage. at_once: microbatches that the widest stage takes at once. behind: the stages behind the first.
     devices: of the first stage's layers, where several share them.
@@ -163,7 +163,7 @@ class _Rest:
     at_once: int
     end: int = 0
     degree: int = 0
-    behind: _Rest | None = None
+    behind: _Tail | None = None
     devices: tuple[int, ...] = ()
 
     def before(self, size: int) -> tuple[int, int]:
@@ -179,7 +179,7 @@ class _Rest:
 
 
 def _keep(
-    tails: list[_Rest], behind: _Rest, peak: float, in_flight: int, at_once: int, end: int, degree: int, printed: bool
+    tails: list[_Tail], behind: _Tail, peak: float, in_flight: int, at_once: int, end: int, degree: int, printed: bool
 ) -> None:
     """Add a stage before `behind`, unless one of `tails` dominates it, and drop those that it dominates."""
     if printed:
@@ -190,9 +190,9 @@ def _keep(
     row = sorted([peak] * degree + behind.row, reverse=True)
     if any(tail.no_worse(row, in_flight, at_once) for tail in tails):
         return
-    made = _Rest(row, in_flight, at_once, end, degree, behind)
-    tails[:] = [tail for tail in tails if not made.no_worse(tail.row, tail.in_flight, tail.at_once)]
-    tails.append(made)
+    added = _Tail(row, in_flight, at_once, end, degree, behind)
+    tails[:] = [tail for tail in tails if not added.no_worse(tail.row, tail.in_flight, tail.at_once)]
+    tails.append(added)
 
 
 # -- Placements in the order of a lower bound of their peak, for a caller that computes their exact bytes.
@@ -208,7 +208,7 @@ _MOST_STATES = 20_000
 """Most states taken from the queue."""
 
 
-class _RangeParts(NamedTuple):
+class _BytesOfRange(NamedTuple):
     """Bytes of a range of layers. first, later: resident bytes and those of a block's first or later backward.
     held: by each other call in flight. gradients: of a block that waits. statistics: left by each forward.
     """
@@ -228,7 +228,7 @@ class KeptBytes:
 
     def __init__(self, ranges: RangeBytes, costs: GraphCosts) -> None:
         self._ranges, self._microbatches, self._blocks = ranges, costs.microbatches, costs.blocks or 1
-        self.parts = functools.cache(self._parts)
+        self.range_bytes = functools.cache(self._range_bytes)
         self._moments = functools.cache(self._moments_of)
         self.of = functools.cache(self._bytes)
 
@@ -236,12 +236,12 @@ class KeptBytes:
         """Return the most bytes of layers first .. end-1 during any backward. in_flight: calls of a device. blocks:
         None: as the run has it.
         """
-        parts = self.parts(first, end)
+        range_bytes = self.range_bytes(first, end)
         return max(
-            (parts.first if fresh else parts.later)
-            + others * parts.held
-            + waiting * parts.gradients
-            + begun * parts.statistics
+            (range_bytes.first if fresh else range_bytes.later)
+            + others * range_bytes.held
+            + waiting * range_bytes.gradients
+            + begun * range_bytes.statistics
             for others, begun, waiting, fresh in self._moments(degree, in_flight, blocks or self._blocks)
         )
 
@@ -260,13 +260,13 @@ class KeptBytes:
     def _ranges_of(self, layers: Sequence[int]) -> RangeBytes:
         return self._ranges
 
-    def _parts(self, first: int, end: int) -> _RangeParts:
+    def _range_bytes(self, first: int, end: int) -> _BytesOfRange:
         ranges = self._ranges_of(range(first, end))
         treatment = treated(ranges, ((first, end),), ())
         resident, statistics = int(ranges.resident(range(first, end))), int(ranges.statistics(first, end))
         later = stage_bytes(ranges, first, end, (), 1) - statistics
         others = int(treatment.held), int(ranges.made(first, end)), statistics
-        return _RangeParts(resident, resident + int(treatment.first_backward), later, *others)
+        return _BytesOfRange(resident, resident + int(treatment.first_backward), later, *others)
 
 
 class SharedBytes(KeptBytes):
@@ -340,7 +340,7 @@ def placements_by_bound(
         for blocks in (None, *([costs.blocks] if costs.blocks else counts))
     ]
     for space in spaces:
-        start = _Partial(space, len(bounds) - 1, 0, _Rest([], 0, 0), 0)
+        start = _Partial(space, len(bounds) - 1, 0, _Tail([], 0, 0), 0)
         if (least := space.least_before(start.first, 0)) is not None:
             heapq.heappush(queue, (least, next(order), start))
     for _ in range(_MOST_STATES):
@@ -357,7 +357,7 @@ def placements_by_bound(
 
 
 class _Stage(NamedTuple):
-    """A stage of the layers from `first` on that fits. peak: least bytes of a device. devices: as in `_Rest`."""
+    """A stage of the layers from `first` on that fits. peak: least bytes of a device. devices: as in `_Tail`."""
 
     first: int
     peak: int
@@ -389,19 +389,19 @@ class _Space:
         for degree, shared in self._ways(partial.used):
             in_flight, at_once = behind.before(1 if shared or degree == 1 else degree * self._of_block)
             for stage in self._stages(partial.first, degree, shared, in_flight):
-                rest = _Rest([0], in_flight, at_once, partial.first, degree, partial.behind, stage.devices)
+                tail = _Tail([0], in_flight, at_once, partial.first, degree, partial.behind, stage.devices)
                 widest, parts = max(partial.widest, 1 if shared else degree), partial.shares or shared
                 if stage.first or ((widest > 1 or self.blocks is None) and parts == shares):
                     peak = max(partial.peak, stage.peak)
-                    yield _Partial(self, stage.first, partial.used + degree, rest, peak, widest, parts)
+                    yield _Partial(self, stage.first, partial.used + degree, tail, peak, widest, parts)
 
     def least_before(self, end: int, used: int) -> int | None:
         """Return the least peak of layers 0 .. end-1 on the devices that are not used, with the fewest calls in flight;
         None where they cannot be placed.
         """
-        left = self.costs.devices - used
-        if end == 0 or left == 0:
-            return 0 if end == left == 0 else None
+        free_devices = self.costs.devices - used
+        if end == 0 or free_devices == 0:
+            return 0 if end == free_devices == 0 else None
         if (end, used) not in self._least:
             peaks = []
             for degree, shared in self._ways(used):
@@ -432,7 +432,7 @@ class _Space:
                 if devices and self._is_below(peak := self._shared.of_shared(begin, last, degree, calls)):
                     yield _Stage(first, peak, degree, devices)
                 continue
-            if self._below is not None and self._bound.parts(begin, last).resident >= self._below:
+            if self._below is not None and self._bound.range_bytes(begin, last).resident >= self._below:
                 return  # resident bytes only grow with the stage
             if self._is_below(peak := self._bound.of(begin, last, degree, calls, self.blocks)):
                 yield _Stage(first, peak, degree)
@@ -450,15 +450,15 @@ class _Partial:
     space: _Space
     first: int
     used: int
-    behind: _Rest
+    behind: _Tail
     peak: int
     widest: int = 1
     shares: bool = False
 
     def listed(self, bounds: list[int]) -> Iterator[ReplicatedStage]:
         """Yield the stages in order."""
-        first, rest = self.first, self.behind
-        while rest.behind is not None:
-            replicas = 1 if rest.devices else rest.degree
-            yield ReplicatedStage(tuple(range(bounds[first], bounds[rest.end])), replicas, rest.devices)
-            first, rest = rest.end, rest.behind
+        first, tail = self.first, self.behind
+        while tail.behind is not None:
+            replicas = 1 if tail.devices else tail.degree
+            yield ReplicatedStage(tuple(range(bounds[first], bounds[tail.end])), replicas, tail.devices)
+            first, tail = tail.end, tail.behind

@@ -138,9 +138,9 @@ def _has_parts(tree: Tree) -> bool:
 def _decomposed(layers: int, related: Sequence[int]) -> Tree:
     if layers.bit_count() == 1:
         return layers.bit_length() - 1
-    beside = _components(layers, related)
-    if len(beside) > 1:
-        return Parallel(tuple(_decomposed(part, related) for part in beside))
+    components = _components(layers, related)
+    if len(components) > 1:
+        return Parallel(tuple(_decomposed(part, related) for part in components))
     behind = _components(layers, [~neighbours for neighbours in related])
     if len(behind) == 1:
         return Series(tuple(_bits(layers)))
@@ -204,7 +204,7 @@ class _State(NamedTuple):
     at_once: int
 
 
-class _Found(NamedTuple):
+class _PartialGraph(NamedTuple):
     """A partial stage graph: its devices, the `_State` of its first stages, and its stages as a linked list."""
 
     devices: int
@@ -231,7 +231,7 @@ def graphpipe_stages(costs: GraphCosts) -> list[list[ReplicatedStage]]:
         return []
     graphs: dict[tuple[ReplicatedStage, ...], None] = {}
     for longer in LONGER:
-        for graph in StageGraphs(tree, least * longer).found():
+        for graph in StageGraphs(tree, least * longer).ranked_graphs():
             graphs[tuple(graph)] = None
     return [list(graph) for graph in graphs]
 
@@ -297,11 +297,11 @@ class StageGraphs:
 
     def __init__(self, tree: CostedTree, limit: float) -> None:
         self.tree, self.costs, self.limit = tree, tree.costs, limit
-        self._in_series: dict[tuple[Series, int, int, _State], list[_Found]] = {}
-        self._beside: dict[tuple[tuple[Tree, ...], _State], list[_Found]] = {}
+        self._in_series: dict[tuple[Series, int, int, _State], list[_PartialGraph]] = {}
+        self._beside: dict[tuple[tuple[Tree, ...], _State], list[_PartialGraph]] = {}
         self._replicas = functools.cache(self._fewest_replicas)
 
-    def found(self) -> list[list[ReplicatedStage]]:
+    def ranked_graphs(self) -> list[list[ReplicatedStage]]:
         """Return the stage graphs by rising microbatches in flight in their first stages (PICKBETTER), then devices."""
         ranked = sorted(self._whole(), key=lambda graph: (graph.in_flight, graph.at_once, graph.devices))
         return [list(_listed(graph.stages)) for graph in ranked]
@@ -310,7 +310,7 @@ class StageGraphs:
         """Return the least time per microbatch of a stage graph's slowest stage; None where there is no stage graph."""
         return min((self._slowest(graph.stages) for graph in self._whole()), default=None)
 
-    def _whole(self) -> list[_Found]:
+    def _whole(self) -> list[_PartialGraph]:
         root = self.tree.root
         tree = root if isinstance(root, Series) else Series((root,))
         return self._series(tree, 0, len(tree.parts), _BEHIND_ALL)
@@ -328,10 +328,10 @@ class StageGraphs:
 
     # -- the three kinds of parts
 
-    def _stage(self, parts: tuple[Tree, ...], sums: Sums, behind: _State) -> _Found | None:
+    def _stage(self, parts: tuple[Tree, ...], sums: Sums, behind: _State) -> _PartialGraph | None:
         """Return the parts as one stage (lines 24 to 28); None where it is too slow or too large."""
         fewest = self._replicas(sums, behind)
-        return None if fewest is None else _Found(*fewest, _TreeStage(parts, fewest[0]))
+        return None if fewest is None else _PartialGraph(*fewest, _TreeStage(parts, fewest[0]))
 
     def _fewest_replicas(self, sums: Sums, behind: _State) -> tuple[int, int, int] | None:
         """Return the fewest replicas with which a stage keeps the limit and fits, and its state; None if none do."""
@@ -352,16 +352,16 @@ class StageGraphs:
         """Return the fewest devices that do `seconds` of work within the limit, however it is divided."""
         return math.ceil(seconds / self.limit * (1 - 1e-9))
 
-    def _series(self, tree: Series, first: int, end: int, behind: _State) -> list[_Found]:
+    def _series(self, tree: Series, first: int, end: int, behind: _State) -> list[_PartialGraph]:
         """Return the best partial stage graphs of parts first .. end-1 of a series."""
         if first == end:
-            return [_Found(0, behind.in_flight, behind.at_once, None)]
+            return [_PartialGraph(0, behind.in_flight, behind.at_once, None)]
         key = tree, first, end, behind
         if key not in self._in_series:
             self._in_series[key] = _best(self._of_series(tree, first, end, behind), self.costs.devices)
         return self._in_series[key]
 
-    def _of_series(self, tree: Series, first: int, end: int, behind: _State) -> Iterator[_Found]:
+    def _of_series(self, tree: Series, first: int, end: int, behind: _State) -> Iterator[_PartialGraph]:
         sums = _NOTHING
         for begin in range(end - 1, first - 1, -1):
             part = tree.parts[begin]
@@ -379,17 +379,17 @@ class StageGraphs:
             elif sums[0] > self.limit * self.costs.devices:
                 return
 
-    def _before(self, tree: Series, first: int, end: int, later: _Found) -> Iterator[_Found]:
+    def _before(self, tree: Series, first: int, end: int, later: _PartialGraph) -> Iterator[_PartialGraph]:
         """Yield the stages `later` with all possible stages of the parts before them (lines 31 to 37)."""
         running = self.tree.running(tree.parts)
         if later.devices + self._least_devices(running[end] - running[first]) > self.costs.devices:
             return
         for earlier in self._series(tree, first, end, later.state):
-            yield _Found(
+            yield _PartialGraph(
                 earlier.devices + later.devices, earlier.in_flight, earlier.at_once, (earlier.stages, later.stages)
             )
 
-    def _with_an_end(self, tree: Series, first: int, place: int, end: int, behind: _State) -> Iterator[_Found]:
+    def _with_an_end(self, tree: Series, first: int, place: int, end: int, behind: _State) -> Iterator[_PartialGraph]:
         """Yield graphs in which a join and parts behind it share a stage with a branch's end or the last branches."""
         part, after = tree.parts[place], tree.parts[place + 1 : end]
         assert isinstance(part, Parallel)
@@ -413,7 +413,7 @@ class StageGraphs:
         for begin in range(len(part.parts) - 2, 0, -1):
             yield part.parts[begin:], part.parts[:begin]
 
-    def _with_a_begin(self, tree: Series, first: int, place: int, behind: _State) -> Iterator[_Found]:
+    def _with_a_begin(self, tree: Series, first: int, place: int, behind: _State) -> Iterator[_PartialGraph]:
         """Yield graphs in which one stage holds parts before parallel branches and the beginning of one branch."""
         part = tree.parts[place]
         if place == first or not isinstance(part, Parallel) or isinstance(tree.parts[place - 1], Parallel):
@@ -436,11 +436,11 @@ class StageGraphs:
                         )
                         yield from self._before(tree, first, begin, both)
 
-    def _parallel(self, branches: tuple[Tree, ...], behind: _State) -> list[_Found]:
+    def _parallel(self, branches: tuple[Tree, ...], behind: _State) -> list[_PartialGraph]:
         """Return the best partial stage graphs of branches, of which neighbours may share a stage (lines 38 to 44)."""
         key = branches, behind
         if key not in self._beside:
-            best, running = [[_Found(0, behind.in_flight, behind.at_once, None)]], self.tree.running(branches)
+            best, running = [[_PartialGraph(0, behind.in_flight, behind.at_once, None)]], self.tree.running(branches)
             for end in range(1, len(branches) + 1):
                 later = self._least_devices(running[-1] - running[end])
                 best.append(_best(self._of_branches(branches, end, behind, best), self.costs.devices - later))
@@ -448,17 +448,17 @@ class StageGraphs:
         return self._beside[key]
 
     def _of_branches(
-        self, branches: tuple[Tree, ...], end: int, behind: _State, best: Sequence[list[_Found]]
-    ) -> Iterator[_Found]:
+        self, branches: tuple[Tree, ...], end: int, behind: _State, best: Sequence[list[_PartialGraph]]
+    ) -> Iterator[_PartialGraph]:
         last = branches[end - 1]
         if isinstance(last, Series):
             first = self.tree.alike(last)
             assert isinstance(first, Series), "of the same signature"
-            alone = self._series(first, 0, len(first.parts), behind)
+            branch_graphs = self._series(first, 0, len(first.parts), behind)
             if first != last:
                 moved = dict(zip(_in_order(first), _in_order(last), strict=True))
-                alone = [partial._replace(stages=_Moved(moved, partial.stages)) for partial in alone]
-            yield from (_joined(earlier, branch) for earlier in best[end - 1] for branch in alone)
+                branch_graphs = [partial._replace(stages=_Moved(moved, partial.stages)) for partial in branch_graphs]
+            yield from (_joined(earlier, branch) for earlier in best[end - 1] for branch in branch_graphs)
         sums = _NOTHING
         for begin in range(end - 1, -1, -1):
             sums = _sum(sums, self.tree.sums(branches[begin]))
@@ -491,9 +491,9 @@ def _sum(first: Sums, second: Sums) -> Sums:
     return first[0] + second[0], first[1] + second[1], first[2] + second[2], first[3] + second[3]
 
 
-def _joined(first: _Found, second: _Found) -> _Found:
+def _joined(first: _PartialGraph, second: _PartialGraph) -> _PartialGraph:
     """Combine parallel stages. The stages before them wait for the slower gradient, so the larger numbers hold."""
-    return _Found(
+    return _PartialGraph(
         first.devices + second.devices,
         max(first.in_flight, second.in_flight),
         max(first.at_once, second.at_once),
@@ -501,9 +501,9 @@ def _joined(first: _Found, second: _Found) -> _Found:
     )
 
 
-def _best(rows: Iterable[_Found], devices: int) -> list[_Found]:
+def _best(rows: Iterable[_PartialGraph], devices: int) -> list[_PartialGraph]:
     """Return the Pareto front in devices, microbatches in flight and calls, of at most `devices` devices."""
-    best: list[_Found] = []
+    best: list[_PartialGraph] = []
     for candidate in sorted(rows, key=operator.itemgetter(0, 1, 2)):
         if candidate.devices > devices:
             break
@@ -514,8 +514,8 @@ def _best(rows: Iterable[_Found], devices: int) -> list[_Found]:
 
 def _replaced(part: Parallel, number: int, parts: tuple[Tree, ...]) -> tuple[Tree, ...]:
     """Return the branches with `parts` in place of branch `number`."""
-    alone = parts[0] if len(parts) == 1 else Series(parts)
-    branches = alone.parts if isinstance(alone, Parallel) else (alone,) if parts else ()
+    branch = parts[0] if len(parts) == 1 else Series(parts)
+    branches = branch.parts if isinstance(branch, Parallel) else (branch,) if parts else ()
     return (*part.parts[:number], *branches, *part.parts[number + 1 :])
 
 

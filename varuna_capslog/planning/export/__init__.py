@@ -11,7 +11,7 @@ from varuna_capslog.planning.export.layer_counts import (
     vllm_ascend,
 )
 from varuna_capslog.planning.export.module_lists import automodel, deepspeed, device_map, torchtitan
-from varuna_capslog.planning.export.targets import TARGETS, Request, names_in, notes, torch_csv, written
+from varuna_capslog.planning.export.targets import TARGETS, Request, export_text, names_in, notes, torch_csv
 
 __all__ = [
     "TARGETS",
@@ -20,6 +20,7 @@ __all__ = [
     "deepspeed",
     "device_map",
     "diffusion_pipe",
+    "export_text",
     "megatron",
     "names_in",
     "notes",
@@ -31,5 +32,4 @@ __all__ = [
     "verl",
     "vllm",
     "vllm_ascend",
-    "written",
 ]

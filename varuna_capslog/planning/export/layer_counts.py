@@ -387,11 +387,11 @@ def primus(plan: Plan, run: RunShape, names: ModelNames, pattern: str | None = N
     check_names(names, plan)
     key = "hybrid_layer_pattern" if names.letters else "pipeline_model_parallel_layout"
     lines = [f'{key}: "{_layout(line, names, pattern, system)}"']
-    again, others = _recomputed_blocks(plan, line, run, names, pattern)
-    if again:
-        lines += ["recompute_granularity: full", "recompute_method: null", f"recompute_layer_ids: {again}"]
-    if others:
-        lines.append(f"# the plan also recomputes {_some(others)}, which {system} keeps")
+    recomputed, other_layers = _recomputed_blocks(plan, line, run, names, pattern)
+    if recomputed:
+        lines += ["recompute_granularity: full", "recompute_method: null", f"recompute_layer_ids: {recomputed}"]
+    if other_layers:
+        lines.append(f"# the plan also recomputes {_some(other_layers)}, which {system} keeps")
     return "\n".join(lines) + "\n"
 
 
@@ -399,20 +399,20 @@ def _recomputed_blocks(
     plan: Plan, line: StageLine, run: RunShape, names: ModelNames, pattern: str | None
 ) -> tuple[list[int], list[str]]:
     """Numbers of the recomputed blocks, and names of the other recomputed layers."""
-    again: set[int] = set()
+    recomputed: set[int] = set()
     for interval in (part for memory in memory_of_stages(plan, line, run) for part in memory):
         if interval.kind != "recompute":
             raise CapslogError(
                 f"layers {interval.first} to {interval.end - 1} are to be treated by {interval.kind}, but Primus only "
                 "recomputes; plan without a host tier"
             )
-        again.update(range(interval.first, interval.end))
+        recomputed.update(range(interval.first, interval.end))
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
-    numbers = {number for layer in again for number in blocks[layer]}
-    kept = {number for layer in range(plan.num_layers) if layer not in again for number in blocks[layer]}
+    numbers = {number for layer in recomputed for number in blocks[layer]}
+    kept = {number for layer in range(plan.num_layers) if layer not in recomputed for number in blocks[layer]}
     if numbers & kept:
         raise CapslogError(
             f"the plan recomputes a part of block {min(numbers & kept)}, but Primus recomputes whole blocks; plan with "
             "the blocks as layers (--cut-points)"
         )
-    return sorted(numbers), [names.layers[layer] for layer in sorted(again) if not blocks[layer]]
+    return sorted(numbers), [names.layers[layer] for layer in sorted(recomputed) if not blocks[layer]]

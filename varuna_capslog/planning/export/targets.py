@@ -27,7 +27,7 @@ from varuna_capslog.profiles.conditions import HYBRID_LETTERS, JOINED_PARTS
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import KINDS, RunShape, from_strings, to_strings
 
-__all__ = ["TARGETS", "Request", "names_in", "notes", "torch_csv", "written"]
+__all__ = ["TARGETS", "Request", "export_text", "names_in", "notes", "torch_csv"]
 
 
 # -- A plan's order of actions as `torch.distributed.pipelining` reads it.
@@ -57,9 +57,9 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
                 "not do; export a plan without, and checkpoint these parts in the model itself"
             )
     graph = plan.stage_graph(edges)
-    others = [edge for edge in graph.edges if edge[1] != edge[0] + 1]
-    if others:
-        sender, receiver = others[0]
+    skips = [edge for edge in graph.edges if edge[1] != edge[0] + 1]
+    if skips:
+        sender, receiver = skips[0]
         raise CapslogError(
             f"routes is {plan.routes!r} and stage {sender} hands on to stage {receiver}, but in a schedule of torch "
             "each stage hands on to the next one; export a plan whose stages are a line"
@@ -244,7 +244,7 @@ TARGETS: Mapping[str, Target] = {
 """Value of the option `--to` -> its form."""
 
 
-def written(target: str, request: Request) -> str:
+def export_text(target: str, request: Request) -> str:
     """Return the text for a target. Raises CapslogError as the target does, and where only the target trains."""
     form = TARGETS[target]
     if request.plan.purpose != "training" and form.order != "none":

@@ -17,7 +17,7 @@ from varuna_capslog.planning.cuts import going_round
 from varuna_capslog.planning.fastest import layerwise_plan
 from varuna_capslog.planning.playing import SAME, moment_bytes, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import judged
+from varuna_capslog.planning.verdict import judge_by_fold
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, with_beside
@@ -132,7 +132,7 @@ class _EqualPipelines:
                 plan = with_shared_moments(profile, plan) or plan
             if replicas == 1 or usable is None or single_plan.step_seconds is None:
                 break
-            lack = lacking(judged(profile, plan, run, tier=problem.tier), self._smallest, Headroom.of(profile))
+            lack = lacking(judge_by_fold(profile, plan, run, tier=problem.tier), self._smallest, Headroom.of(profile))
             if not any(lack):
                 break
             usable = [max(1, size - more) for size, more in zip(usable, lack, strict=True)]
@@ -182,11 +182,11 @@ def _held(problem: Problem, shares: bool) -> Profile:
     moments evenly.
     """
     profile, replicas = problem.profile, problem.pipelines
-    beside = _waiting_bytes(profile, problem.run, problem.share)
+    waiting = _waiting_bytes(profile, problem.run, problem.share)
     if shares:
         moments = moment_bytes(profile)
-        beside = [more - (moments.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
-    return with_beside(profile, beside)
+        waiting = [more - (moments.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(waiting)]
+    return with_beside(profile, waiting)
 
 
 def shared_round(problem: Problem, planner: str) -> Plan:

@@ -16,19 +16,19 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import MADPIPE
 from varuna_capslog.planners.madpipe import (
     CLOSE,
-    WEIGHED,
+    COMPARED_COUNTINGS,
     Allocation,
     ChainCosts,
     Pattern,
+    allocations_by_counting,
     best_allocation,
     periodic_pattern,
     shortest_pattern,
-    weighed_allocations,
 )
 from varuna_capslog.planners.madpipe.allocation import allocation_within
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import check_devices, judged
+from varuna_capslog.planning.verdict import check_devices, judge_by_fold
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 
@@ -71,9 +71,9 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
     free = best_allocation(unlimited, "least" if devices > 1 else "none")
     assert free is not None, "without a limit some stages always fit"
     search = _Periodic(problem, bounds, free.period)
-    weighed, tried = weighed_allocations(costs), set[object]()
-    for counting in WEIGHED if devices > 1 else ("none",):
-        allocation = weighed.get(counting)
+    by_counting, tried = allocations_by_counting(costs), set[object]()
+    for counting in COMPARED_COUNTINGS if devices > 1 else ("none",):
+        allocation = by_counting.get(counting)
         if allocation is None or allocation.stages not in tried or search.lacks:
             search.weigh(costs, counting, allocation)
         tried.add(None if allocation is None else allocation.stages)
@@ -167,8 +167,8 @@ class _Periodic:
         return free is not None and pattern.step_seconds(calls) <= free.step_seconds(calls) * (1 + CLOSE)
 
     def _program_seconds(self) -> float:
-        most, least = _PROGRAM_SECONDS
-        return max(least, min(most, self.ends - time.perf_counter()))
+        longest, shortest = _PROGRAM_SECONDS
+        return max(shortest, min(longest, self.ends - time.perf_counter()))
 
     def weigh_smallest(self, costs: ChainCosts) -> None:
         """Simulate plans that run one microbatch after the other, which hold the fewest bytes. The limit of the chain's
@@ -194,7 +194,7 @@ class _Periodic:
         """Keep the plan of these lists if it is the best. Return the bytes that it lacks."""
         plan, lack = self._plan(allocation, rows), 0.0
         if self.limited and self.profile.observations:  # without observations the fold has no bytes
-            verdict = judged(self.profile, plan, self.run)
+            verdict = judge_by_fold(self.profile, plan, self.run)
             lack = float(verdict.shortfall.bytes) if verdict.shortfall is not None else float(verdict.fits is False)
         played = with_step_seconds(self.profile, plan, self.run, self.link)
         key = lack, played.step_seconds or 0.0
@@ -205,10 +205,10 @@ class _Periodic:
     def _plan(self, allocation: Allocation, rows: Sequence[Sequence[str]]) -> Plan:
         run, profile = self.run, self.profile
         actions = tuple(map(tuple, rows))
-        most = _in_flight(actions, len(allocation.stages))
+        limits = _in_flight(actions, len(allocation.stages))
         stages = tuple(
             PlanStage(((self.bounds[stage.first], self.bounds[stage.end]),), (stage.rank,), in_flight=limit)
-            for stage, limit in zip(allocation.stages, most, strict=True)
+            for stage, limit in zip(allocation.stages, limits, strict=True)
         )
         return Plan(
             profile.num_layers,
@@ -222,13 +222,13 @@ class _Periodic:
         )
 
 
-def _all_parts(first: int, end: int, alone: int) -> Iterator[list[tuple[int, int, bool]]]:
-    """Yield all divisions of layers first .. end-1 into (first, end, special), with at most `alone` not special."""
+def _all_parts(first: int, end: int, ordinary: int) -> Iterator[list[tuple[int, int, bool]]]:
+    """Yield all divisions of layers first .. end-1 into (first, end, special), with at most `ordinary` not special."""
     if first == end:
         yield []
     for border in range(first + 1, end + 1):
-        for special in (True, False)[: 1 + (alone > 0)]:
-            for behind in _all_parts(border, end, alone - (not special)):
+        for special in (True, False)[: 1 + (ordinary > 0)]:
+            for behind in _all_parts(border, end, ordinary - (not special)):
                 yield [(first, border, special), *behind]
 
 
@@ -245,10 +245,10 @@ def _one_after_the_other(allocation: Allocation, microbatches: int) -> list[list
 
 def _in_flight(actions: Sequence[Sequence[str]], stages: int) -> list[int]:
     """Most calls of each stage between the begin of a forward and the end of its backward."""
-    most, now = [0] * stages, [0] * stages
+    peaks, now = [0] * stages, [0] * stages
     for text in (text for row in actions for text in row):
         kind = "F" if "F" in text else "B"
         stage = int(text.split(kind)[0])
         now[stage] += 1 if kind == "F" else -1
-        most[stage] = max(most[stage], now[stage])
-    return most
+        peaks[stage] = max(peaks[stage], now[stage])
+    return peaks

@@ -37,7 +37,7 @@ from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planning.placed.equal_pipelines import with_shared_moments
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import judged
+from varuna_capslog.planning.verdict import judge_by_fold
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanRank, PlanStage, Units, ranges_of, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import ONE_MICROBATCH
@@ -102,7 +102,7 @@ class PlacedIntervals:
         self._seconds = LayerSeconds.of_profile(profile)
         self._ranges = RangeBytes.of_ranks(profile, run.recomputes)
         self._of_stage: dict[tuple[int, ...], RangeBytes] = {}
-        self._fronts: dict[tuple[int, int, tuple[int, ...], Handling], IntervalSearch] = {}
+        self._interval_searches: dict[tuple[int, int, tuple[int, ...], Handling], IntervalSearch] = {}
 
     def treated(self, plan: Plan, verdict: Plan, judge: Judge, redone: Callable[[Plan], Plan]) -> Plan | None:
         """Return the plan with intervals with which it fits; None where the search finds none.
@@ -166,10 +166,10 @@ class PlacedIntervals:
         # number of parts of `less` that the pieces so far save -> seconds of recomputation, intervals
         ways: dict[int, tuple[float, tuple[MemoryInterval, ...]]] = {0: (0.0, ())}
         for (first, end), size in pieces:
-            fronts, behind = self._fronts_of(plan, stage, first, end, handling), dict[int, tuple[float, Any]]()
-            least = fronts.least_bytes(first, end, count)[0]
+            search, behind = self._search_of(plan, stage, first, end, handling), dict[int, tuple[float, Any]]()
+            least = search.least_bytes(first, end, count)[0]
             for part in range(parts + 1):
-                choice = fronts.cheapest(first, end, count, max(least, size - less * part / parts))
+                choice = search.cheapest(first, end, count, max(least, size - less * part / parts))
                 assert choice is not None, "the fewest bytes fit into themselves"
                 saved = int((size - choice.bytes) * parts / less)
                 for before, (seconds, intervals) in ways.items():
@@ -184,14 +184,14 @@ class PlacedIntervals:
         units, blocks, stage_calls = plan.units, plan.units.blocks or 1, []
         alike, rows = Counter(stage.layers for stage in plan.stages), self._rows(plan)
         for stage in plan.stages:
-            served, in_flight, most = len(stage.blocks or range(blocks)), 0, 0
+            served, in_flight, most_in_flight = len(stage.blocks or range(blocks)), 0, 0
             for action in rows[stage.rank]:
                 in_flight += {"F": 1, "B": -1}.get(action.kind, 0)
-                most = max(most, in_flight)
+                most_in_flight = max(most_in_flight, in_flight)
             waiting = min(1, blocks - 1) if alike[stage.layers] == 1 else served - 1
-            alone, calls = most == 1, served * units.of_block
-            handling = Handling(recomputed=not alone, calls=calls, waiting_blocks=waiting, at_once=alone)
-            stage_calls.append((most, handling))
+            at_once, calls = most_in_flight == 1, served * units.of_block
+            handling = Handling(recomputed=not at_once, calls=calls, waiting_blocks=waiting, at_once=at_once)
+            stage_calls.append((most_in_flight, handling))
         return stage_calls
 
     def _rows(self, plan: Plan) -> Schedule:
@@ -208,13 +208,13 @@ class PlacedIntervals:
             self._of_stage[layers] = self._ranges.of_stage(layers)
         return self._of_stage[layers]
 
-    def _fronts_of(self, plan: Plan, stage: PlanStage, first: int, end: int, handling: Handling) -> IntervalSearch:
+    def _search_of(self, plan: Plan, stage: PlanStage, first: int, end: int, handling: Handling) -> IntervalSearch:
         layers = tuple(stage.numbers) if plan.routes == "direct" else ()
         key = first, end, layers, dataclasses.replace(handling, calls=1, waiting_blocks=0)
-        if key not in self._fronts:
+        if key not in self._interval_searches:
             size = end - first
             borders = {first, end, *np.linspace(first, end, min(size, _PLACES) + 1).astype(int).tolist()}
-            self._fronts[key] = IntervalSearch(
+            self._interval_searches[key] = IntervalSearch(
                 self._ranges_of(plan, stage),
                 self._seconds,
                 handling,
@@ -223,7 +223,7 @@ class PlacedIntervals:
                 kinds=_KINDS,
                 borders=borders,
             )
-        return self._fronts[key].with_blocks(handling.calls, handling.waiting_blocks)
+        return self._interval_searches[key].with_blocks(handling.calls, handling.waiting_blocks)
 
 
 # -- the plan of a planner that gives stages replicas
@@ -398,8 +398,8 @@ class StagesPlayed:
         best, lack, peak = self.best, 0, 0
         if best is not None and not best.lack and not self.by_peak and not played.beats(best):
             return None
-        told = bool(self.profile.observations)  # without observations the fold has no bytes
-        if told and (self.costs.usable is not None or self.by_peak):
+        can_fold = bool(self.profile.observations)  # without observations the fold has no bytes
+        if can_fold and (self.costs.usable is not None or self.by_peak):
             verdict = self._judged(plan)
             lack = _lack(verdict)
             if lack and not self.by_peak:  # peaks are compared under the limits of the schedule
@@ -425,7 +425,7 @@ class StagesPlayed:
         return PlayedPlan(lack, played.step_seconds, played, peak)
 
     def _judged(self, plan: Plan) -> Plan:
-        return judged(self.profile, plan, self.run)
+        return judge_by_fold(self.profile, plan, self.run)
 
     def settle(self) -> None:
         """Give the best plan the least limits in flight that keep its step; where the planner chooses limits and calls,
@@ -526,10 +526,10 @@ def _one_by_one(numbers: Sequence[int], stage: PlanStage, units: Units) -> tuple
     calls = (blocks or 1) * units.of_block // stage.grain
     ahead = min(stage.in_flight or calls, calls)
     names = [f"{number}F{call}" for call in range(ahead) for number in numbers]
-    again = ahead > 1 and any(interval.recomputes for interval in stage.memory or ())
+    recomputes = ahead > 1 and any(interval.recomputes for interval in stage.memory or ())
     for call in range(calls):
         for number in reversed(numbers):
-            names += [f"{number}R{call}"] if again else []
+            names += [f"{number}R{call}"] if recomputes else []
             names.append(f"{number}B{call}")
         names += [f"{number}F{call + ahead}" for number in numbers] if call + ahead < calls else []
     return tuple(names)
@@ -574,8 +574,8 @@ def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     graph, rows = plan.stage_graph(profile.known_edges), list[Plan]()
     limits = [stage.in_flight or count for stage, count in zip(plan.stages, in_flight_microbatches(graph), strict=True)]
     for times in _WIDER:
-        most = [min(times * limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
-        stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(plan.stages, most, strict=True)]
+        raised = [min(times * limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
+        stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(plan.stages, raised, strict=True)]
         try:
             wider = with_lists(dataclasses.replace(plan, stages=tuple(stages), actions=None))
             rows.append(with_step_seconds(profile, wider, run, link))
@@ -604,10 +604,10 @@ def with_larger_calls(
     """
     if plan.step_seconds is None or _is_long(plan):
         return plan
-    alone = frozenset(profile.conditions.get(ONE_MICROBATCH, ()))
+    one_microbatch = frozenset(profile.conditions.get(ONE_MICROBATCH, ()))
     kinds = list(dict.fromkeys(stage.layers for stage in plan.stages))
     sizes = [1, *(grain for grain in _GRAINS if grain in profile.call_seconds)]
-    choices = [[1] if any(alone & {*range(*span)} for span in kind) else sizes for kind in kinds]
+    choices = [[1] if any(one_microbatch & {*range(*span)} for span in kind) else sizes for kind in kinds]
     orders = [("1f1b", times) for times in (1, *_WIDER)]
     orders += [("kfkb", k) for k in _GROUPS if plan.actions is None]
     plays = itertools.count(1)
@@ -672,8 +672,8 @@ def _with_calls(
     if plan.actions is not None:  # with replicas, whose calls the table counts as one
         limits = [stage.in_flight or limit for stage, limit in zip(plan.stages, limits, strict=True)]
     limits = [times * -(-limit // stage.grain) for limit, stage in zip(limits, stages, strict=True)]
-    most = [min(limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
-    stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(stages, most, strict=True)]
+    limits = [min(limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
+    stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(stages, limits, strict=True)]
     return with_lists(dataclasses.replace(larger, stages=tuple(stages)))
 
 
@@ -709,8 +709,8 @@ def stage_limits(
                 behind[stage_of[writer]].add(stage_of[reader])
     limits, at_once = [0] * len(stages), list(sizes)
     for number in reversed(range(len(stages))):
-        size, others = sizes[number], behind[number]
-        needed = [table_3_2(1, size, 1, at_once[successor], limits[successor]) for successor in others]
+        size, successors = sizes[number], behind[number]
+        needed = [table_3_2(1, size, 1, at_once[successor], limits[successor]) for successor in successors]
         limits[number] = -(-max(needed, default=size) // size) * size
-        at_once[number] = max([size, *(at_once[successor] for successor in others)])
+        at_once[number] = max([size, *(at_once[successor] for successor in successors)])
     return [-(-in_flight // stage.replicas) for in_flight, stage in zip(limits, stages, strict=True)]

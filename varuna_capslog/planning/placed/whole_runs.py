@@ -96,15 +96,15 @@ def _asked_for_stages(profile: Profile, devices: int) -> str:
 
 def _answers(costs: GraphCosts, planner: str) -> Iterator[list[ReplicatedStage]]:
     """Yield the stages to evaluate: of layers that keep everything, then of layers that save fewer bytes."""
-    find, seen = REPLICATED[planner], list[list[ReplicatedStage]]()
+    find, yielded = REPLICATED[planner], list[list[ReplicatedStage]]()
     for part in _SAVED if costs.usable is not None else _SAVED[:1]:
         try:
             answers = find(dataclasses.replace(costs, saved=tuple(round(part * size) for size in costs.saved)))
         except CapslogError:  # a graph that cannot be searched
             break
         for stages in answers:
-            if stages not in seen:
-                seen.append(stages)
+            if stages not in yielded:
+                yielded.append(stages)
                 yield stages
 
 
