@@ -36,7 +36,7 @@ def test_skipped_tests_are_one_line_per_reason(tmp_path: Path) -> None:
         "import pytest\npytest.importorskip('no_such_package', reason='no such')\n"
     )
     root = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": str(root)}
+    environment = os.environ | {"PYTHONPATH": str(root), "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.skips", "-p", "no:cacheprovider", "-n", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
