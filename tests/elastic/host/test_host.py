@@ -31,8 +31,12 @@ from varuna_capslog.membership.entries import Entry, HostsEntry, NoticeEntry, re
 from varuna_capslog.membership.generation import EMPTY, Stamp
 
 HERE = Path(__file__).parent
-BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
-"""Variables of the test suite, such as the path of the data: every process that it starts inherits them."""
+
+
+def inherited() -> dict[str, str]:
+    """Variables of the process that runs the tests, such as the path of the data; its processes have them, too."""
+    return {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
+
 
 RUN = """
 import sys
@@ -139,7 +143,7 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
     for slot, member in enumerate(("h-1", "h-2")):
         seen = run.seen(member)
         assert seen["environment"] == {
-            **BORN_WITH,
+            **inherited(),
             "CAPSLOG_MEMBER": member,
             "CAPSLOG_HOST": "h",
             "CAPSLOG_STORE": run.host.link.address,
