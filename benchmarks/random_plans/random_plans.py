@@ -37,21 +37,28 @@ from varuna_capslog.schedules import SCHEDULES
 
 KEEPS = {"schedule": "1f1b", "recompute": False}
 GRAPHS = models.GRAPHS | models.SPLIT
-EDGES = {name: graph.build_chain().edges for name, graph in GRAPHS.items()}
-EDGES |= {name: detr.build(name)[1].edges for name in detr.MODELS if name.startswith("split")}
-LENGTHS = {"tiny": 11, **{name: len(detr.build(name)[1]) for name in detr.MODELS}}
-LENGTHS |= {name: len(graph.build_chain()) for name, graph in GRAPHS.items()}
 UNITS = {"tiny": (4, 2), **dict.fromkeys(detr.MODELS, (4, 2)), **dict.fromkeys(GRAPHS, (8, 2))}
+"""Microbatches of a step, and samples of one as far as the plan says it."""
 JOINS = {"towers": {7}}
 """Layers whose result depends on which samples are together."""
-"""Microbatches of a step, and samples of one as far as the plan says it."""
+
+
+@functools.cache
+def layers_of(model: str) -> tuple[int, tuple[tuple[int, int], ...] | None]:
+    """Return a model's number of layers, and its edges if plans may have direct routes. Not computed when this file is
+    imported: every rank imports it, and captures would run backwards before the rank has set its threads.
+    """
+    if model == "tiny":
+        return 11, None
+    chain = GRAPHS[model].build_chain() if model in GRAPHS else detr.build(model)[1]
+    return len(chain), chain.edges if model in GRAPHS or model.startswith("split") else None
 
 
 def through_a_file(layout: Layout, schedule: str, model: str, folder: Path) -> Layout:
     """Write the layout to a plan file, and return the layout that the engine reads from it."""
     count, samples = UNITS[model]
     units, routes = Units(count, samples, layout.num_blocks), "direct" if layout.direct else "relay"
-    plan = Plan(LENGTHS[model], layout.stages, units, schedule, routes=routes)
+    plan = Plan(layers_of(model)[0], layout.stages, units, schedule, routes=routes)
     write_plan(folder / "plan.json", plan)
     train = {"minibatch_size": count * samples, "microbatch_size": samples, "accumulation_blocks": layout.num_blocks}
     values = {"workload": "a.b:c", "train": train, "pipeline": {"schedule": schedule}}
@@ -60,8 +67,9 @@ def through_a_file(layout: Layout, schedule: str, model: str, folder: Path) -> L
 
 def drawn(draw: random.Random, model: str, blocks: int, ranks: int, schedule: str) -> Layout:
     """Draw a layout with memory intervals; gpipe has no limits in flight, since it holds all microbatches."""
-    edges = EDGES[model] if model in EDGES and draw.random() < 0.5 else None
-    layout = random_layout(draw.randrange(1 << 30), LENGTHS[model], blocks, ranks, edges)
+    num_layers, edges = layers_of(model)
+    edges = edges if edges is not None and draw.random() < 0.5 else None
+    layout = random_layout(draw.randrange(1 << 30), num_layers, blocks, ranks, edges)
     if schedule in ("gpipe", "kfkb"):
         stages = tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages)
         layout = dataclasses.replace(layout, stages=stages)
@@ -70,7 +78,7 @@ def drawn(draw: random.Random, model: str, blocks: int, ranks: int, schedule: st
 
 def of_chunks(draw: random.Random, model: str, blocks: int, ranks: int) -> Layout:
     """Draw uneven chunks on every rank, half of the time with memory intervals."""
-    layout = round_layout(draw.randrange(1 << 30), LENGTHS[model], blocks, ranks)
+    layout = round_layout(draw.randrange(1 << 30), layers_of(model)[0], blocks, ranks)
     return with_intervals(layout, draw.randrange(1 << 30)) if draw.random() < 0.5 else layout
 
 
