@@ -16,16 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.elastic.host.host_entries import capslog_variables
 from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.fork_server import ForkServer, NoAnswer, _Call
 
 ENTRIES = Path(__file__).parents[1] / "elastic" / "host"
-
-
-def inherited() -> dict[str, str]:
-    """Variables of the process that runs the tests, such as the path of the data; its processes have them, too."""
-    return {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
 
 
 class Told(queue.Queue):
@@ -76,7 +72,7 @@ def test_a_worker_is_a_process_of_its_own_and_its_end_is_told_as_it_was(tmp_path
         assert started == {"member": member, "pid": started["pid"]}
         worker = seen(tmp_path, member)
         assert (worker["pid"], worker["group"], worker["parent"]) == (started["pid"], started["pid"], ready["pid"])
-        assert worker["environment"] == {**inherited(), "CAPSLOG_MEMBER": member}, "variables of an earlier worker"
+        assert worker["environment"] == {**capslog_variables(), "CAPSLOG_MEMBER": member}, "variables of an earlier one"
         expected = {"m-1": {"status": 0}, "m-2": {"status": 7}, "m-3": {"signal": 9}, "m-4": {"status": 1}}
         assert ended == {"member": member, "pid": started["pid"], **expected.get(member, {"signal": 11})}
     assert (tmp_path / "m-1.log").read_text() == "standard output of m-1\nerror output of m-1\n"

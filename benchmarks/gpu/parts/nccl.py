@@ -32,7 +32,6 @@ def measure(device: torch.device, tell: Any) -> None:
     """Write both rows."""
     same, lost = ROWS[device.type]
     transport, count = STAND_IN, 3
-    os.environ[nccl_failures.MANNERS] = "0,0,0"
     if device.type == "cuda":
         transport, count = "nccl", min(4, len(tell.facts["gpus"]))
         if count < 2:
@@ -40,6 +39,7 @@ def measure(device: torch.device, tell: Any) -> None:
             tell.not_run(same, why)
             tell.not_run(lost, why)
             return
+    os.environ[nccl_failures.MANNERS] = "0,0,0"
     over = {name: run_ranks(train, count, name, device.type)[0] for name in ("gloo", transport)}
     apart = max(abs(a - b) / abs(b) for a, b in zip(over[transport], over["gloo"], strict=True))
     result = f"{count} ranks: losses differ by {apart:.1e}"

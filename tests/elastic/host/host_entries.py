@@ -15,6 +15,11 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 
 
+def capslog_variables() -> dict[str, str]:
+    """Variables of this process, such as the path of the data, which the process of the tests hands down."""
+    return {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
+
+
 def act(arguments: dict[str, Any]) -> int:
     """Write a description of this worker, then execute the words of `do` for its index, or else those of `all`."""
     member = os.environ["CAPSLOG_MEMBER"]
@@ -26,7 +31,7 @@ def act(arguments: dict[str, Any]) -> int:
         "threads": len(os.listdir("/proc/self/task")),
         "torch": "torch" in sys.modules,
         "forked": "--alone" not in sys.argv,
-        "environment": {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")},
+        "environment": capslog_variables(),
     }
     (folder / f"{member}.new").write_text(json.dumps(seen))
     os.replace(folder / f"{member}.new", folder / f"{member}.seen")

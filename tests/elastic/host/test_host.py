@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.elastic.host.host_entries import capslog_variables
 from tests.waiting import alive, wait_until
 from varuna_capslog.base import machine_memory
 from varuna_capslog.base.errors import CapslogError
@@ -31,11 +32,6 @@ from varuna_capslog.membership.entries import Entry, HostsEntry, NoticeEntry, re
 from varuna_capslog.membership.generation import EMPTY, Stamp
 
 HERE = Path(__file__).parent
-
-
-def inherited() -> dict[str, str]:
-    """Variables of the process that runs the tests, such as the path of the data; its processes have them, too."""
-    return {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
 
 
 RUN = """
@@ -143,7 +139,7 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
     for slot, member in enumerate(("h-1", "h-2")):
         seen = run.seen(member)
         assert seen["environment"] == {
-            **inherited(),
+            **capslog_variables(),
             "CAPSLOG_MEMBER": member,
             "CAPSLOG_HOST": "h",
             "CAPSLOG_STORE": run.host.link.address,
