@@ -121,6 +121,7 @@ class _Periodic:
         self.run = dataclasses.replace(problem.run, schedule="1f1b", recompute=False)
         self.limited, self.bounds, self.free = problem.capacities is not None, bounds, free
         self.best: tuple[tuple[float, float], Plan] | None = None
+        self._free: dict[str, tuple[Allocation, Pattern | None]] = {}  # by counting
         self.ends = time.perf_counter() + (problem.search_seconds or _SEARCH_SECONDS)
 
     @property
@@ -158,13 +159,18 @@ class _Periodic:
 
     def _is_free(self, costs: ChainCosts, counting: str, allocation: Allocation, pattern: Pattern) -> bool:
         """True if allocation and pattern are as good as those without a limit of memory: more bytes change nothing."""
-        unlimited = dataclasses.replace(costs, usable=None)
-        best = best_allocation(unlimited, counting)
-        if best is None or best.stages != allocation.stages:
+        if counting not in self._free:
+            unlimited = dataclasses.replace(costs, usable=None)
+            free_allocation = best_allocation(unlimited, counting)
+            assert free_allocation is not None, "without a limit some stages always fit"
+            seconds = self._program_seconds()
+            free_pattern = periodic_pattern(unlimited, free_allocation, self.run.microbatches, seconds)
+            self._free[counting] = free_allocation, free_pattern
+        free_allocation, free_pattern = self._free[counting]
+        if free_pattern is None or free_allocation.stages != allocation.stages:
             return False
         calls = self.run.microbatches
-        free = periodic_pattern(unlimited, allocation, calls, self._program_seconds())
-        return free is not None and pattern.step_seconds(calls) <= free.step_seconds(calls) * (1 + CLOSE)
+        return pattern.step_seconds(calls) <= free_pattern.step_seconds(calls) * (1 + CLOSE)
 
     def _program_seconds(self) -> float:
         longest, shortest = _PROGRAM_SECONDS
