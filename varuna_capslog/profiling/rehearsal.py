@@ -110,9 +110,8 @@ class _Steps:
         if (events := self._stretched_events(rank, work)) is not None:
             return replay(events).allocated_bytes
         if (sample := self._short.sample(rank)) is not None:
-            rehearsal = self._rehearsed(sample.few, rank)
             fewer = functools.partial(self._events, sample.few - 1, rank)
-            if (peak := sample.peak_bytes(rehearsal.events, rehearsal.starts, fewer)) is not None:
+            if (peak := sample.peak_bytes(*self._events(sample.few, rank), fewer)) is not None:
                 return peak
         return self._rehearsed(*min((self._short.microbatches(rank), rank) for rank in ranks)).peak_bytes
 

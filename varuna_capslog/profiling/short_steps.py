@@ -54,14 +54,13 @@ class Sample:
 
     few, count: microbatches of the short step and of the whole step.
     more: for each instruction, how many more microbatches the whole step has passed at the last equal moment.
-    forwards: positions of forwards with equal moments. fewer_forwards: of all forwards with one microbatch less.
+    forwards: positions of forwards with equal moments.
     """
 
     few: int
     count: int
     more: tuple[int, ...]
     forwards: tuple[int, ...]
-    fewer_forwards: tuple[int, ...] = ()
 
     def peak_bytes(
         self,
@@ -89,14 +88,34 @@ class Sample:
         at_the_end = [(_OF_END, _SPARE * self.count * max(kept_bytes, _KEPT_BLOCK)), *events[end:]]
         if replay([*before, *at_the_end]).allocated_bytes == peak:
             return peak
-        ending = _Ending.of(events, starts, self.forwards)
-        if fewer is None or ending is None or self.count * ending.kept_bytes > _KEPT_BLOCK:
+        # each kept tensor has a block at least; sums over those of all microbatches must fit into one
+        if fewer is None or self.count * _FLOAT64_BYTES * kept_bytes > _KEPT_BLOCK**2:
             return None
-        shorter = _Ending.of(*fewer(), self.fewer_forwards)
-        if shorter is None or shorter.blocks != ending.blocks:
+        ending = self._whole_ending(events, end, *fewer(), kept_bytes)
+        return None if ending is None else replay([*before, *ending]).allocated_bytes
+
+    def _whole_ending(
+        self, events: Sequence[Event], end: int, fewer: Sequence[Event], starts: Sequence[int], kept_bytes: int
+    ) -> list[Event] | None:
+        """Return the events of the whole step from its last instruction on; None where they depend on the number of
+        microbatches by more than the release of what each of them keeps. end: number of events before.
+
+        fewer, starts: events of the step with one microbatch less, and their numbers before each instruction.
+        """
+        blocks, shorter = _blocks_from(events, end), _blocks_from(fewer, starts[-1])
+        pairs = enumerate(zip(blocks, shorter, strict=False))
+        same = next((place for place, (block, other) in pairs if block != other), len(shorter))
+        more = len(blocks) - len(shorter)
+        if more < 0 or blocks[:same] + blocks[same + more :] != shorter:
+            return None
+        sizes = {key: num_bytes for key, num_bytes in events if num_bytes}
+        kept = [sizes[key] for key, num_bytes in events[end + same : end + same + more] if not num_bytes]
+        if len(kept) < more or sum(map(rounded, kept)) != kept_bytes:
+            return None
+        if self.count * sum(max(size, _FLOAT64_BYTES) for size in kept) > _KEPT_BLOCK:
             return None
         further = [(_OF_END - place, 0) for place in range(1, self.more[-1] + 1) if kept_bytes]
-        return replay([*before, *events[end : ending.freed], *further, *events[ending.freed :]]).allocated_bytes
+        return [*events[end : end + same], *further, *events[end + same :]]
 
     def _with_kept(self, events: Sequence[Event], starts: Sequence[int], kept_bytes: int) -> list[Event]:
         """Return the events with blocks added for the tensors that the whole step's further microbatches keep."""
@@ -110,59 +129,23 @@ class Sample:
         return filled
 
 
-@dataclass(frozen=True)
-class _Ending:
-    """Events of a step from its last instruction on.
-
-    blocks: allocations, and releases of other tensors than the kept ones, in order. freed: number of the step's events
-    up to the release of the last kept tensor; all of them are released one after another. kept_bytes: bytes of one
-    microbatch's kept tensors, of each at least those of a float64, in which they may be summed.
-    """
-
-    blocks: list[tuple[str, int]]
-    freed: int
-    kept_bytes: int
-
-    @classmethod
-    def of(cls, events: Sequence[Event], starts: Sequence[int], forwards: Sequence[int]) -> _Ending | None:
-        """Return the ending of a step; None where tensors that the `forwards` keep are released at several places."""
-        end, bounds = starts[-1], [*starts, len(events)]
-        made = {key: place for place, (key, num_bytes) in enumerate(events) if num_bytes}
-        freed = {key: place for place, (key, num_bytes) in enumerate(events) if not num_bytes}
-        kept = [
-            [events[place][0] for place in range(bounds[at], bounds[at + 1]) if made.get(events[place][0]) == place]
-            for at in forwards
-        ]
-        kept = [[key for key in keys if freed.get(key, len(events)) >= end] for keys in kept]
-        sizes = {rounded(events[made[key]][1]) for keys in kept for key in keys}
-        places = sorted(freed.get(key, len(events)) for keys in kept for key in keys)
-
-        def of_kept(place: int) -> bool:
-            key, num_bytes = events[place]
-            return not num_bytes and made[key] < end and rounded(events[made[key]][1]) in sizes
-
-        first, last = (places[0], places[-1]) if places else (len(events), len(events) - 1)
-        if last == len(events) or not all(map(of_kept, range(first, last + 1))):
-            return None
-        while places and first > end and of_kept(first - 1):
-            first -= 1
-        while places and last + 1 < len(events) and of_kept(last + 1):
-            last += 1
-        blocks, numbers = list[tuple[str, int]](), dict[int, int]()
-        for place in (place for place in range(end, len(events)) if not first <= place <= last):
-            key, num_bytes = events[place]
-            if num_bytes:
-                numbers[key] = len(numbers)
-                blocks.append(("allocated", rounded(num_bytes)))
-            elif key in numbers:
-                blocks.append(("released", numbers[key]))
-            else:
-                blocks.append(("released earlier", rounded(events[made[key]][1])))
-        most = max((sum(max(events[made[key]][1], _FLOAT64_BYTES) for key in keys) for keys in kept), default=0)
-        return cls(blocks, last + 1, most)
+def _blocks_from(events: Sequence[Event], end: int) -> list[tuple[str, int]]:
+    """Return the allocations and releases from event number `end` on, by sizes instead of keys."""
+    sizes = {key: rounded(num_bytes) for key, num_bytes in events if num_bytes}
+    blocks, numbers = list[tuple[str, int]](), dict[int, int]()
+    for key, num_bytes in events[end:]:
+        if num_bytes:
+            numbers[key] = len(numbers)
+            blocks.append(("allocated", rounded(num_bytes)))
+        elif key in numbers:
+            blocks.append(("released", numbers[key]))
+        else:
+            blocks.append(("released earlier", sizes[key]))
+    return blocks
 
 
 _FLOAT64_BYTES = 8
+"""Least bytes counted for a kept number, since numbers may be summed as float64."""
 _OF_END = -(1 << 40)
 """Key below the keys of all events of a step."""
 _SPARE = 2
@@ -257,9 +240,7 @@ class ShortSteps:
                 continue
             more = [(last[at.state].forwards - at.forwards, last[at.state].backwards - at.backwards) for at in course]
             if all(forward == backward for forward, backward in more):
-                fewer = self._course(rank, few - 1)
-                fewer_forwards = tuple(place for place, moment in enumerate(fewer) if moment.doing == _FORWARD)
-                return Sample(few, count, tuple(forward for forward, _ in more), forwards, fewer_forwards)
+                return Sample(few, count, tuple(forward for forward, _ in more), forwards)
         return None
 
     def _moments(self, rank: int, microbatches: int) -> frozenset[object]:
