@@ -12,6 +12,7 @@ import logging
 import operator
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -509,12 +510,8 @@ def _explained(model: nn.Module, running: Sequence[tuple[str, str]], error: Exce
 
 def _in_distributions(error: BaseException) -> bool:
     """True where an error was raised while the constructor of a distribution checked its arguments."""
-    constructor, trace = Distribution.__init__.__code__, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is constructor:
-            return True
-        trace = trace.tb_next
-    return error.__cause__ is not None and _in_distributions(error.__cause__)
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is Distribution.__init__.__code__ for frame, _ in frames)
 
 
 def _is_check(node: fx.Node) -> bool:
