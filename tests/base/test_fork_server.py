@@ -18,8 +18,9 @@ import pytest
 
 from tests.elastic.host.host_entries import capslog_variables
 from tests.waiting import alive, wait_until
+from varuna_capslog.base import fork_server as server_module
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.base.fork_server import ForkServer, NoAnswer, _Call
+from varuna_capslog.base.fork_server import ForkServer, NoAnswer, _Call, begun_early
 
 ENTRIES = Path(__file__).parents[1] / "elastic" / "host"
 
@@ -90,6 +91,40 @@ def test_what_was_imported_ahead_is_there_and_torch_computes_in_the_fork(tmp_pat
     assert (worker["forked"], worker["threads"]) == (True, 1)
     assert "no_such_module" in (tmp_path / "fork-server.log").read_text()
     fork_server.close()
+
+
+def test_a_process_begun_early_becomes_the_first_server_that_is_made(tmp_path, told, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ENTRIES))
+    with begun_early():
+        begun = server_module._early[0][0].pid
+        with fork_server_of(tmp_path, told, "json", "no_such_module", OF_THIS_SERVER="1") as server:
+            assert server.pid == begun
+            with ForkServer("host_entries:act", lambda report: None, None, ()) as second:
+                assert second.pid != begun
+            assert told.next() == {"ready": True, "pid": begun}
+            server.fork(order(tmp_path, "m-1", "leave=7"))
+            told.next("member")
+            assert told.next()["status"] == 7
+            worker = seen(tmp_path, "m-1")
+            assert (worker["forked"], worker["parent"], worker["torch"]) == (True, begun, True)
+    assert not alive(begun)
+    assert "no_such_module" in (tmp_path / "fork-server.log").read_text()
+
+
+def test_a_process_begun_early_that_nobody_takes_ends_with_its_context():
+    descriptors = len(os.listdir("/proc/self/fd"))
+    pids: list[int] = []
+
+    def refused() -> None:
+        with begun_early():
+            pids.append(server_module._early[0][0].pid)
+            assert alive(pids[0])
+            raise DoesNotFit("a config that is refused")
+
+    with pytest.raises(DoesNotFit):
+        refused()
+    assert not alive(pids[0])
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):

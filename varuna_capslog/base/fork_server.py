@@ -41,15 +41,15 @@ from varuna_capslog.base.processes import (
 )
 from varuna_capslog.base.tables import LastingStream
 
-__all__ = ["PRELOADED", "ForkServer", "NoAnswer", "answer", "main", "may_fork", "renew_threads"]
+__all__ = ["PRELOADED", "ForkServer", "NoAnswer", "answer", "begun_early", "main", "may_fork", "renew_threads"]
 
 
 # -- The fork server's own process: it imports everything once, then forks a worker for each order.
 #
-# `ForkServer` starts `main` with ENTRY MODULE... It reads one JSON line per ordered worker, and writes a report line at
-# each fork and at each worker's end. The process runs no torch operation and starts no thread, since a fork
-# would copy its locks but not its threads. Both pipes get other descriptors than 0 and 1 before any module is imported,
-# so that modules cannot read orders, and their output is not taken for a report.
+# `ForkServer` starts `main` with ENTRY MODULE...; an order may bring them later. `main` reads one JSON line per ordered
+# worker, and writes a report line at each fork and at each worker's end. The process runs no torch operation and starts
+# no thread, since a fork would copy its locks but not its threads. Both pipes get other descriptors than 0 and 1 before
+# any module is imported, so that modules cannot read orders, and their output is not taken for a report.
 
 
 PRELOADED = ("torch",)
@@ -82,15 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.disable()  # imported objects stay, and collecting garbage took a sixth of the import time
     add_current_folder()
     _preload(entry, modules)
-    gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
-    gc.enable()
-    _report(reports, pid=os.getpid(), ready=True)
+    if entry:
+        _report(reports, pid=os.getpid(), ready=True)
     children: dict[int, str] = {}
     try:
         for order in _orders(orders, wakes, reports, children):
+            if "modules" in order:  # of a process that was started before its entry was known (`begun_early`)
+                entry = order["entry"]
+                os.environ.update(order["environment"])
+                _preload(entry, order["modules"])
+                _report(reports, pid=os.getpid(), ready=True)
+                continue
             if "server_log" in order:
                 _write_errors_to(order["server_log"])
                 continue
@@ -125,7 +129,9 @@ def renew_threads() -> None:
 
 
 def _preload(entry: str, modules: Sequence[str]) -> None:
-    names = [*modules, entry.partition(":")[0]]
+    """Import the modules, then the entry's. entry: "" if it is not known yet."""
+    gc.disable()  # imported objects stay, and collecting garbage took a sixth of the import time
+    names = [*modules, *filter(None, [entry.partition(":")[0]])]
     for name in names:
         try:
             module = importlib.import_module(name)
@@ -134,6 +140,8 @@ def _preload(entry: str, modules: Sequence[str]) -> None:
             traceback.print_exc()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
+    gc.enable()
 
 
 def _orders(orders: int, wakes: int, reports: int, children: dict[int, str]) -> Iterator[Order]:
@@ -304,6 +312,57 @@ _LAST_SECONDS = 5.0
 """Longest wait for the fork server's end after its last report."""
 
 
+_Started = tuple[Any, int, int]
+"""A fork server's process, and its copies of this process's standard output and errors."""
+
+_early: list[_Started] = []
+"""The process of `begun_early`, until a `ForkServer` takes it over."""
+
+
+@contextlib.contextmanager
+def begun_early() -> Iterator[None]:
+    """Start a fork server that imports `PRELOADED` while the body reads the config and imports its own modules. The
+    first `ForkServer` of the body takes it over; otherwise it is killed at the end. Variables that Python reads as it
+    starts must be set before. Raises CapslogError like `ForkServer`.
+    """
+    _early.append(_started(["", *PRELOADED], None, {}))
+    try:
+        yield
+    finally:
+        for process, *copies in _early:
+            process.kill()
+            process.communicate()
+            for copy in copies:
+                os.close(copy)
+        _early.clear()
+
+
+def _started(
+    arguments: Sequence[str],
+    log: Path | None,
+    environment: Mapping[str, str],
+    start: Callable[..., Any] = subprocess.Popen,
+) -> _Started:
+    """Start `main` with these arguments. start: `subprocess.Popen`, or a function with its arguments."""
+    copies = os.dup(1), os.dup(2)
+    try:
+        with startable("the process that forks workers"), open(log or os.devnull, "ab", opener=no_link) as errors:
+            process = start(
+                python_command(__name__, *arguments),
+                env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                preexec_fn=die_with_parent(),
+                pass_fds=copies,
+            )
+    except CapslogError:
+        for copy in copies:
+            os.close(copy)
+        raise
+    return process, *copies
+
+
 class ForkServer:
     """The fork server's process, and a thread that reads its reports. Use it as a context, or `close` it; both kill the
     remaining workers.
@@ -332,29 +391,22 @@ class ForkServer:
         environment: Mapping[str, str] | None = None,
         prepared: bool = False,
     ) -> None:
-        self.output, self.errors = os.dup(1), os.dup(2)
-        command = python_command(__name__, entry, *modules)
-        start = _started_as_fork if prepared and may_fork() else subprocess.Popen
-        try:
-            with startable("the process that forks workers"), open(log or os.devnull, "ab", opener=no_link) as errors:
-                self._process = start(
-                    command,
-                    env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    preexec_fn=die_with_parent(),
-                    pass_fds=(self.output, self.errors),
-                )
-        except CapslogError:
-            self._close_copies()
-            raise
+        environment, taken = dict(environment or {}), bool(_early) and not prepared
+        if taken:
+            self._process, self.output, self.errors = _early.pop()
+        else:
+            start = _started_as_fork if prepared and may_fork() else subprocess.Popen
+            self._process, self.output, self.errors = _started([entry, *modules], log, environment, start)
         self.pid = self._process.pid
         self._tell, self._ready = tell, False
         self._gone: dict[str, Any] | None = None
         self._numbers = itertools.count()
         self._calls: dict[str, _Call] = {}
         self._writing = threading.Lock()
+        if taken:
+            if log is not None:
+                self.fork({"server_log": str(log)})
+            self.fork({"entry": entry, "modules": [*modules], "environment": environment})
         self._thread = OwnedThread("fork-server", self._hear, self._fail)
         try:
             self._thread.start()

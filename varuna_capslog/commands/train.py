@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.fork_server import begun_early
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.shared import option
 
@@ -41,12 +42,13 @@ def train(
     trust: shared.Trust = False,
 ) -> None:
     """Train with the planned pipeline. Ctrl-C stops after the step; the same command continues."""
-    from varuna_capslog.start.local_run import train_here
+    with begun_early():
+        from varuna_capslog.start.local_run import train_here
 
-    settings = shared.load(config, overrides, trust=trust)
-    if nproc is not None:
-        settings = _of_workers(settings, nproc, f"--nproc {nproc}", config, overrides)
-    train_here(settings, _show_plan, shared.tell)
+        settings = shared.load(config, overrides, trust=trust)
+        if nproc is not None:
+            settings = _of_workers(settings, nproc, f"--nproc {nproc}", config, overrides)
+        train_here(settings, _show_plan, shared.tell)
 
 
 @dataclass(frozen=True)
