@@ -142,13 +142,36 @@ def test_the_factorys_example_gives_shapes_ranges_and_flags() -> None:
     specs = made.profile_inputs(2)
     assert {name: spec.shape for name, spec in specs.items()} == {"tokens": (2, 5), "labels": (2, 5), "scale": (5, 1)}
     inputs = made.train_data().load(made.train_data().minibatch([[0, 1]], 0), 0)
-    assert int(inputs["tokens"].max()) < 10
+    assert torch.equal(inputs["tokens"], torch.arange(10).view(2, 5)), "a model may count certain tokens"
+    assert not torch.equal(inputs["scale"], torch.ones(5, 1))
+    others = made.train_data().load(made.train_data().minibatch([[3, 4]], 0), 0)
+    assert torch.equal(others["labels"], torch.arange(10).view(2, 5).flip(0))
     torch.manual_seed(0)
     loss = made.build_chain().run(inputs)["loss"]
     torch.manual_seed(0)
     assert torch.equal(loss, Scorer()(**inputs, double=True)["loss"])
     with pytest.raises(CapslogError, match=r"captured for microbatches of 2, asked for 3; set train.microbatch_size=3"):
         made.profile_inputs(3)
+
+
+@pytest.mark.parametrize(
+    ("values", "shape", "seed", "expected"),
+    [
+        (torch.arange(6).view(2, 3), (2, 3), 0, [[0, 1, 2], [3, 4, 5]]),
+        (torch.arange(6).view(2, 3), (3, 3), 0, [[0, 1, 2], [3, 4, 5], [0, 1, 2]]),
+        (torch.arange(6).view(2, 3), (3,), 5, [3, 4, 5]),
+        (torch.tensor([True, False]), (), 1, False),
+        (torch.tensor(7), (), 3, 7),
+        (torch.arange(6).view(2, 3) + 9, (2, 4), 0, None),
+        (torch.tensor(7), (2,), 0, None),
+    ],
+)
+def test_whole_numbers_of_an_example_are_kept_where_their_size_is(
+    values: Tensor, shape: tuple[int, ...], seed: int, expected: Any
+) -> None:
+    made = InputSpec("x", values.dtype, tuple(values.shape), high=3, values=values).make(shape, seed)
+    assert tuple(made.shape) == shape
+    assert made.tolist() == expected if expected is not None else int(made.max()) < 3
 
 
 def test_sequential_and_chain_factories_take_any_microbatch_and_the_mean_square_loss() -> None:

@@ -70,6 +70,9 @@ class InputSpec:
     LOW..HIGH changes from microbatch to microbatch: `shape` has its greatest value and `least` the smallest, by
     dimension. A size A/B/C changes among these values only (`choices`, ascending): the first values of all such sizes
     of a model go together, then the second values, and so on.
+
+    values: whole numbers or truth values of example inputs, used in place of made-up ones where their size does not
+    change: a model may count the tokens that stand for a picture.
     """
 
     name: str
@@ -79,6 +82,7 @@ class InputSpec:
     value: float | None = None
     least: Mapping[int, int] = field(default_factory=dict)
     choices: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    values: Tensor | None = field(default=None, compare=False)
 
     def sized(self, part: float) -> tuple[int, ...]:
         """Return the shape with each changing size at position `part` of its range or choices: 0 least, 1 greatest."""
@@ -90,7 +94,11 @@ class InputSpec:
         return tuple(sizes)
 
     def make(self, shape: Sequence[int], seed: int) -> Tensor:
-        """Make a tensor; equal seeds give equal values."""
+        """Make a tensor; equal seeds give equal values. shape: of the whole input or, without its batch, of one sample,
+        whose number is the seed.
+        """
+        if self.values is not None and (values := self._example_values(self.values, tuple(shape), seed)) is not None:
+            return values
         if self.value is not None:
             return torch.full(shape, self.value, dtype=self.dtype)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {self.name} {seed}".encode()))
@@ -98,6 +106,16 @@ class InputSpec:
             return torch.randn(shape, generator=generator).to(self.dtype)
         high = 2 if self.dtype == torch.bool else self.high
         return torch.randint(0, high, shape, generator=generator).to(self.dtype)
+
+    def _example_values(self, values: Tensor, shape: tuple[int, ...], seed: int) -> Tensor | None:
+        """Return the example's values in a shape, its samples in turn; None for another size of a sample."""
+        if shape == values.shape:
+            return values.clone()
+        if values.dim() == 0 or len(shape) > values.dim():
+            return None
+        if shape == values.shape[1:]:
+            return values[seed % len(values)].clone()
+        return values[torch.arange(shape[0]) % len(values)] if shape[1:] == values.shape[1:] else None
 
 
 def parse_input(text: str) -> InputSpec:
@@ -530,7 +548,7 @@ class ModelWorkload(Workload):
             self._constants = {name: value for name, value in example.items() if not isinstance(value, Tensor)}
             if not self._specs:
                 self._specs = tuple(
-                    self._cast_spec(InputSpec(place, tensor.dtype, tuple(tensor.shape), high=_above(tensor)))
+                    self._cast_spec(_spec_of(place, tensor))
                     for name, value in example.items()
                     for place, tensor in input_tensors(name, value).items()
                 )
@@ -582,10 +600,13 @@ def _with_tensors(name: str, value: Any, tensors: Mapping[str, Tensor | Varying]
     return pytree.tree_map_only(Tensor, other, value)
 
 
-def _above(value: Tensor) -> int:
-    """Return the least bound above all whole numbers of an example, at least 2."""
-    is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.is_meta)
-    return max(2, int(value.max()) + 1) if is_integer and value.numel() else 2
+def _spec_of(name: str, example: Tensor) -> InputSpec:
+    """Return the spec of an example input; whole numbers and truth values are kept."""
+    shape = tuple(example.shape)
+    if example.is_floating_point() or example.is_complex() or example.is_meta or not example.numel():
+        return InputSpec(name, example.dtype, shape)
+    high = 2 if example.dtype == torch.bool else max(2, int(example.max()) + 1)
+    return InputSpec(name, example.dtype, shape, high=high, values=example.detach().cpu())
 
 
 def _endings(address: str) -> Iterator[str]:

@@ -193,10 +193,14 @@ def _arguments_of(
 
 
 def _takes_use_cache(model: nn.Module) -> bool:
-    """True where `use_cache` is an argument of the model, or of the Hugging Face model that it wraps, as peft's do."""
+    """True where `use_cache` is an argument of the model, or of a Hugging Face model in it to which it hands its
+    keywords, as peft's models do, and those with a tower for pictures.
+    """
     parameters = inspect.signature(model.forward).parameters
+    if "use_cache" in parameters or not hasattr(model, "config"):
+        return "use_cache" in parameters
     hands_on = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "use_cache" in parameters or (hands_on and bool(getattr(getattr(model, "config", None), "use_cache", False)))
+    return hands_on and any(getattr(getattr(part, "config", None), "use_cache", False) for part in model.modules())
 
 
 def _exported(
