@@ -105,6 +105,16 @@ def test_products_of_a_frozen_weight_take_the_seconds_of_products() -> None:
     assert low.layers[1].backward_seconds < 1.2 * plain.layers[1].backward_seconds
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_copy_without_memory_has_our_layer_in_its_place(bias: bool) -> None:
+    """Every layer without a bias, as all of a Llama, ended in a KeyError."""
+    kind = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn"})
+    copied = hollow_copy(nn.Sequential(kind(64, 32, bias=bias).requires_grad_(False)))[0]
+    assert isinstance(copied, QuantisedLinear)
+    assert (copied.bias is not None) is bias
+    assert all(parameter.is_meta for parameter in copied.parameters())
+
+
 class InFewBits(nn.Module):
     """Layers of bitsandbytes with trained adapters beside them."""
 
@@ -114,9 +124,9 @@ class InFewBits(nn.Module):
 
     def _block(self, nn_of: Any, base: str) -> nn.Module:
         if base == "8bit":
-            frozen = nn_of.Linear8bitLt(64, 64, has_fp16_weights=False)
+            frozen = nn_of.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
         else:
-            frozen = nn_of.Linear4bit(64, 64, quant_type="nf4", compress_statistics=base != "4bit")
+            frozen = nn_of.Linear4bit(64, 64, bias=False, quant_type="nf4", compress_statistics=base != "4bit")
         return nn.ModuleDict({"base": frozen.to("cpu").requires_grad_(False), "adapter": nn.Linear(64, 64)})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +140,7 @@ def test_layers_of_bitsandbytes_itself_are_planned_by_their_bytes_and_train_with
     """The copy without memory ended in a traceback of torch's, since `Params4bit` cannot be copied there."""
     model = InFewBits(pytest.importorskip("bitsandbytes.nn", reason="bitsandbytes is not installed"), base)
     frozen = [part for part in hollow_copy(model).modules() if isinstance(part, QuantisedLinear)]
-    linear = QuantisedLinear(nn.Linear(64, 64, device="meta"), base)
+    linear = QuantisedLinear(nn.Linear(64, 64, bias=False, device="meta"), base)
     expected = sum(parameter.nbytes for parameter in linear.parameters())
     assert [sum(parameter.nbytes for parameter in part.parameters()) for part in frozen] == [expected] * 3
     assert all(parameter.is_meta for part in frozen for parameter in part.parameters())

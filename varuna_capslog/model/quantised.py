@@ -87,7 +87,7 @@ class QuantisedLinear(nn.Module):
             scale_bytes = _scale_bytes(-(-numbers // _BLOCK), base == "4bit-double")
         scales = torch.empty(scale_bytes, dtype=torch.uint8, device=device)
         self.codes, self.scales = nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False)
-        self.bias = linear.bias
+        self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias: [..., out] of the dtype of x; on fake tensors only."""
