@@ -56,6 +56,19 @@ def test_a_frozen_prefix_wants_no_gradient() -> None:
     assert not specs[5]["mask"].requires_grad
 
 
+def test_values_that_the_loss_does_not_depend_on_want_no_gradient() -> None:
+    names = [("x", "x"), ("x", "y"), ("y", "z"), ("x", "x")]
+    chain = Chain([Layer(f"{at}", nn.Linear(4, 4), (read,), (write,)) for at, (read, write) in enumerate(names)])
+    specs = ShapeTable(chain).boundaries({"x": TensorSpec((2, 4))})
+    assert [{name: spec.requires_grad for name, spec in cut.items()} for cut in specs] == [
+        {"x": False},
+        {"x": True},
+        {"x": True, "y": False},
+        {"x": True},
+        {"x": True},
+    ]
+
+
 def test_tracing_changes_nothing() -> None:
     chain = models.build_chain()
     before = [tensor.clone() for layer in chain.layers for tensor in layer.module.state_dict().values()]

@@ -313,14 +313,10 @@ class Reach:
     @cached_property
     def _reached(self) -> tuple[dict[Value, int], frozenset[tuple[Value, int]]]:
         """(last layer with a gradient for each value, `pairs`). Computed at first use, since it may trace the chain."""
-        chain, last = self._chain, dict[Value, int]()
-        pairs: set[tuple[Value, int]] = set()
-        for reader in reversed(range(len(chain) + 1)):
-            if reader == len(chain) or any(value in last for value in chain.written(reader)):
-                for value in chain.reads[reader]:
-                    if self._specs[value].requires_grad:
-                        pairs.add((value, reader))
-                        last.setdefault(value, reader)
+        pairs = self._chain.gradient_pairs(lambda value: self._specs[value].requires_grad)
+        last: dict[Value, int] = {}
+        for value, reader in pairs:
+            last[value] = max(reader, last.get(value, -1))
         return last, frozenset(pairs)
 
     @property

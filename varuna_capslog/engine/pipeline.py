@@ -216,6 +216,13 @@ class PipelineEngine:
             cached = self._specs[key] = specs, Reach(self.chain, specs)
         return cached
 
+    def trained_layers(self, inputs: Mapping[str, TensorSpec]) -> set[int]:
+        """Return the layers of the chain whose parameters get a gradient, those of shared parameters included."""
+        _, reach = self._specs_of(inputs)
+        trained = {value.writer for value, _ in reach.pairs}
+        shared = (use.layers for use in self.chain.shared)
+        return trained.union(*(layers for layers in shared if not trained.isdisjoint(layers)))
+
     def _executor_of(self, lowered: Lowered, joining: Joining | None = None) -> Executor:
         return Executor(self.communicator, lowered, self.stages, self._routes, self._observer, joining)
 

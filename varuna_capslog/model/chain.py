@@ -277,6 +277,19 @@ class Chain:
                 readers[value] = (*readers.get(value, ()), reader)
         return readers
 
+    def gradient_pairs(self, carries: Callable[[Value], bool]) -> set[tuple[Value, int]]:
+        """Return all pairs (value, layer that reads it) where a backward computes a gradient: a path of values with
+        gradients leads from them to the loss, which counts as layer L. carries: True for a value with a gradient.
+        """
+        pairs: set[tuple[Value, int]] = set()
+        reached: set[Value] = set()
+        for reader in reversed(range(len(self) + 1)):
+            if reader == len(self) or not reached.isdisjoint(self.written(reader)):
+                values = [value for value in self.reads[reader] if carries(value)]
+                reached.update(values)
+                pairs.update((value, reader) for value in values)
+        return pairs
+
     @cached_property
     def _values_at(self) -> tuple[tuple[Value, ...], ...]:
         alive = sorted(self.readers)

@@ -73,7 +73,8 @@ class ShapeTable:
         copies = dict(zip(originals, modules, strict=True))
         pairs = zip(chain.layers, self._signatures, strict=True)
         self._layers = [replace(layer, module=copies[signature]) for layer, signature in pairs]
-        self._crossing = [chain.crossing(cut) for cut in range(len(chain) + 1)]
+        structure = [replace(layer, module=nn.Identity()) for layer in chain.layers]
+        self._structure = Chain(structure, chain.inputs, chain.outputs)
         low = {parameter: dtype for module in modules for parameter, dtype in low_parameters(module, weights).items()}
         if low:
             new = {
@@ -102,8 +103,8 @@ class ShapeTable:
         return table
 
     def _trace(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
-        values = dict(inputs)
-        table = [{name: values[name] for name in self._crossing[0]}]
+        values, crossing = dict(inputs), self._structure.crossing
+        table = [{name: values[name] for name in crossing(0)}]
         for index, layer in enumerate(self._layers):
             read = tuple(values[name] for name in layer.reads)
             key = (self._signatures[index], read)
@@ -111,8 +112,22 @@ class ShapeTable:
             if written is None:
                 written = self._traced[key] = self._run(layer, read, self._signatures[index])
             values.update(zip(layer.writes, written, strict=True))
-            table.append({name: values[name] for name in self._crossing[index + 1]})
-        return table
+            table.append({name: values[name] for name in crossing(index + 1)})
+        return self._of_the_loss(table)
+
+    def _of_the_loss(self, table: Sequence[Mapping[str, TensorSpec]]) -> list[dict[str, TensorSpec]]:
+        """Return the specs with `requires_grad` only for values for which a backward from the loss has a gradient: a
+        tower's last layers may be computed for nothing.
+        """
+        values = [self._structure.values_at(cut) for cut in range(len(table))]
+        specs = {value: cut[value.name] for cut, row in zip(table, values, strict=True) for value in row}
+        pairs = self._structure.gradient_pairs(lambda value: specs[value].requires_grad)
+        reached = {value for value, _ in pairs}
+        of_loss = {
+            value: spec if value in reached or not spec.requires_grad else replace(spec, requires_grad=False)
+            for value, spec in specs.items()
+        }
+        return [{value.name: of_loss[value] for value in row} for row in values]
 
     def _run(self, layer: Layer, read: tuple[TensorSpec, ...], signature: object) -> tuple[TensorSpec, ...]:
         generators = self._generators.get(signature)

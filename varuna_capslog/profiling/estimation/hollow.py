@@ -178,7 +178,7 @@ def fake_step(
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
-    _begin_optimizer(engine, quirks)
+    _begin_optimizer(engine, minibatch, quirks)
     held = resident_tensors(engine.layers, engine.optimizer)
     followed = Lifetimes(quirks.temporary, held, recipes, not quirks.has("host staging"), quirks.block_bytes)
     if meter is not None:
@@ -218,10 +218,15 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
     return 2 if conditions.recompute and conditions.stage_inputs == "host" else 3
 
 
-def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
-    """Give the optimizer moments, as if the engine had trained before, and the device's kernels."""
+def _begin_optimizer(engine: PipelineEngine, minibatch: Minibatch, quirks: Quirks) -> None:
+    """Give the optimizer moments, as if the engine had trained before, and the device's kernels. Parameters that get
+    no gradient have no moments.
+    """
+    trained = engine.trained_layers(minibatch.inputs[0])
+    parameters = {id(one) for layer in engine.layers if layer.index in trained for one in layer.parameters.values()}
     for address, value in engine.optimizer.values.items():
-        engine.optimizer.take_moments(address, engine.options.recipe.fresh(value), copy=False)
+        if id(engine.optimizer.parameters[address]) in parameters:
+            engine.optimizer.take_moments(address, engine.options.recipe.fresh(value), copy=False)
     if quirks.has("foreach update"):
         engine.optimizer.step_together()
 
