@@ -91,6 +91,9 @@ def test_the_rehearsal_has_the_last_word() -> None:
     def never() -> list[int]:
         raise AssertionError("nothing to confirm")
 
+    narrow = [size - size // 400 for size in sizes]
+    assert judge_by_fold(profile, plan_with(*narrow), RUN, lambda: narrow).fits is True, "the fold counts some twice"
+    assert judge_by_fold(profile, plan_with(*(int(size / 1.01) for size in sizes)), RUN, never).fits is False
     assert judge_by_fold(profile, plan_with(1, 1), RUN, never).fits is False
     assert judge_by_fold(profile, plan_with(), RUN, never).fits is True
 

@@ -255,6 +255,9 @@ def capacities_of_devices(capacity: int | Sequence[int] | None, devices: int) ->
 _CERTAIN = 0.8
 """Largest part of its device that a rank may need by the fold without a rehearsal, which may take seconds: the fold's
 errors are a few percent (`benchmarks/fold`)."""
+_NARROW = 0.005
+"""Part of its device by which a rank may exceed it by the fold, and still be rehearsed: the fold counts some tensors
+twice, such as rotary embeddings that several recomputed layers read."""
 
 
 def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
@@ -290,8 +293,8 @@ def judge_by_fold(
     Args:
         rehearse: returns the peak of every rank, by running its program on fake tensors. With a capacity, its peaks
             replace those of the fold in two cases: the profile is an estimate or of the CPU, and the plan fits, but not
-            certainly (`is_certain`); or the profile lacks the bytes of each action. Its error is raised if the
-            fold of an estimate has succeeded, else it becomes a note.
+            certainly (`is_certain`), or narrowly does not; or the profile lacks the bytes of each action. Its error is
+            raised if the fold of an estimate has succeeded, else it becomes a note.
         tier: limit of the host tiers; None: no limit, in memory.
         run: as for `fold_plan`.
     """
@@ -310,7 +313,9 @@ def judge_by_fold(
         return verdict
     estimated = profile.source == "estimated"
     has_action_bytes = all(row.action_bytes is not None for row in profile.observations)
-    if has_action_bytes and (is_certain(verdict, headroom) or not (verdict.fits and (estimated or on_cpu))):
+    of_tier = not verdict.fits and is_certain(verdict, headroom, 1.0)
+    near = not of_tier and not is_certain(verdict, headroom) and is_certain(verdict, headroom, 1 + _NARROW)
+    if has_action_bytes and not (near and (estimated or on_cpu)):
         return verdict
     try:
         sizes = rehearse()
@@ -323,12 +328,10 @@ def judge_by_fold(
     return tier.with_verdict(verdict, host)
 
 
-def is_certain(plan: Plan, headroom: Headroom) -> bool:
-    """True where every rank needs so little of its device that it fits whatever the error of the fold."""
+def is_certain(plan: Plan, headroom: Headroom, part: float = _CERTAIN) -> bool:
+    """True where every rank needs at most a part of its device; the default: it fits whatever the error of the fold."""
     sizes = [(rank.bytes, rank.capacity_bytes) for rank in plan.ranks]
-    return all(
-        limit is None or (size is not None and headroom.device(size) <= _CERTAIN * limit) for size, limit in sizes
-    )
+    return all(limit is None or (size is not None and headroom.device(size) <= part * limit) for size, limit in sizes)
 
 
 def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Sequence[int]] | None, lack: str) -> Plan:
