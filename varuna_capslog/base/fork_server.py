@@ -330,8 +330,9 @@ def begun_early() -> Iterator[None]:
         yield
     finally:
         for process, *copies in _early:
-            process.kill()
-            process.communicate()
+            with process:  # closes its pipes
+                process.kill()
+                process.wait(_LAST_SECONDS)
             for copy in copies:
                 os.close(copy)
         _early.clear()
