@@ -223,7 +223,8 @@ def _begin_optimizer(engine: PipelineEngine, minibatch: Minibatch, quirks: Quirk
     no gradient have no moments.
     """
     trained = engine.trained_layers(minibatch.inputs[0])
-    parameters = {id(one) for layer in engine.layers if layer.index in trained for one in layer.parameters.values()}
+    layers = [layer for layer in engine.layers if layer.index in trained]
+    parameters = {id(parameter) for layer in layers for parameter in layer.parameters.values()}
     for address, value in engine.optimizer.values.items():
         if id(engine.optimizer.parameters[address]) in parameters:
             engine.optimizer.take_moments(address, engine.options.recipe.fresh(value), copy=False)
