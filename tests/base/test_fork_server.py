@@ -97,7 +97,7 @@ def test_a_process_begun_early_becomes_the_first_server_that_is_made(tmp_path, t
     monkeypatch.setenv("PYTHONPATH", str(ENTRIES))
     with begun_early():
         begun = server_module._early[0][0].pid
-        with fork_server_of(tmp_path, told, "json", "no_such_module", OF_THIS_SERVER="1") as server:
+        with fork_server_of(tmp_path, told, "json", "no_such_module", CAPSLOG_OF_THIS="1") as server:
             assert server.pid == begun
             with ForkServer("host_entries:act", lambda report: None, None, ()) as second:
                 assert second.pid != begun
@@ -107,23 +107,25 @@ def test_a_process_begun_early_becomes_the_first_server_that_is_made(tmp_path, t
             assert told.next()["status"] == 7
             worker = seen(tmp_path, "m-1")
             assert (worker["forked"], worker["parent"], worker["torch"]) == (True, begun, True)
+            variables = {"CAPSLOG_MEMBER": "m-1", "CAPSLOG_OF_THIS": "1"}
+            assert worker["environment"] == {**capslog_variables(), **variables}
     assert not alive(begun)
     assert "no_such_module" in (tmp_path / "fork-server.log").read_text()
 
 
 def test_a_process_begun_early_that_nobody_takes_ends_with_its_context():
     descriptors = len(os.listdir("/proc/self/fd"))
-    pids: list[int] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def refused() -> None:
         with begun_early():
-            pids.append(server_module._early[0][0].pid)
-            assert alive(pids[0])
+            processes.append(server_module._early[0][0])
+            assert processes[0].poll() is None
             raise DoesNotFit("a config that is refused")
 
     with pytest.raises(DoesNotFit):
         refused()
-    assert not alive(pids[0])
+    assert processes[0].returncode == -signal.SIGKILL, "a refused config waits for no import"
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

@@ -440,9 +440,16 @@ class Cached(unusual.Blocks):
         return {"logits": logits, "past": KeyValueCache()} if keeps else {"logits": logits}
 
 
+class WithTower(Adapted):
+    """Like transformers' Llava: the configuration of the whole says nothing of a cache, that of the inner one does."""
+
+    config = object()
+
+
 def test_the_cache_of_a_model_inside_another_is_switched_off() -> None:
     sample = {"x": unusual.x()}
     assert len(plan(Adapted(), sample, devices=2).stages) == 2
+    assert len(plan(WithTower(), sample, devices=2).stages) == 2
     fitted = fit(Adapted(), sample, budget="1GB")
     assert fitted.fits[0].intervals == ()
     with pytest.raises(CapslogError, match="takes arguments without names; give all in order or all by name"):
