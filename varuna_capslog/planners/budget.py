@@ -96,7 +96,11 @@ class BudgetSearch:
     """
 
     def __init__(self, chain: Layerwise, longest: float = np.inf, most_bytes: float = np.inf) -> None:
-        self._chain, self.longest, self._most_bytes = chain, longest, most_bytes
+        assert chain.question is not None, "made by Layerwise.of_profile"
+        self._chain, self.longest = chain, longest
+        # where all layers together hold less, one table serves searches with and without waiting moments
+        whole = chain.question.ranges.resident(range(chain.num_layers))
+        self._most_bytes = most_bytes if most_bytes < whole else np.inf
         self.borders = _borders(chain)
         self._offloads = any(chain.moved) and chain.host_bandwidth is not None
         self._interval_searches: dict[tuple[bool, bool, bool], IntervalSearch] = {}
