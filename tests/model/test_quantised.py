@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna_capslog as capslog
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.hollow import hollow_copy
 from varuna_capslog.model.quantised import BASES, QuantisedLinear
@@ -113,6 +114,12 @@ def test_a_copy_without_memory_has_our_layer_in_its_place(bias: bool) -> None:
     assert isinstance(copied, QuantisedLinear)
     assert (copied.bias is not None) is bias
     assert all(parameter.is_meta for parameter in copied.parameters())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_layer_without_values_cannot_be_measured_and_says_what_to_do(base: str) -> None:
+    with pytest.raises(CapslogError, match=r"can be estimated, but not measured; set profile\.source=estimated"):
+        QuantisedLinear(nn.Linear(64, 32), base)(torch.zeros(2, 64))
 
 
 class InFewBits(nn.Module):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from varuna_capslog.base.errors import CapslogError
+
 __all__ = ["BASES", "QuantisedLinear", "base_of"]
 
 BASES = ("4bit", "4bit-double", "8bit")
@@ -45,6 +47,13 @@ def _product(codes: Tensor, scales: Tensor, rows_in_8_bits: Tensor | None, x: Te
     return x.new_empty((x.shape[0], transposed.shape[1]))
 
 
+def _without_values(*arguments: Any) -> Any:
+    raise CapslogError(
+        "layers of bitsandbytes, whose weights are in 4 or 8 bits, can be estimated, but not measured; set "
+        "profile.source=estimated"
+    )
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     codes, scales, rows_in_8_bits, x, transposed = inputs
     ctx.shape, ctx.dtype = (transposed.shape[1], transposed.shape[0]), x.dtype
@@ -64,6 +73,7 @@ for _name, _fake in (
     ("frozen_product", _product),
 ):
     torch.library.register_fake(f"capslog::{_name}", _fake, lib=_LIBRARY)
+    _LIBRARY.impl(_name, _without_values, "CompositeExplicitAutograd")
 torch.library.register_autograd("capslog::frozen_product", _backward, setup_context=_keep, lib=_LIBRARY)
 
 
