@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,6 +93,16 @@ LONGEST = (
 )
 """Files that take most processor seconds, the longest first, and those that wait much. They come first, so that none of
 them is what the end waits for."""
+
+
+@pytest.fixture(autouse=True)
+def _no_server_begun_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `capslog train` in the suite's process start its fork server when it needs one: most tests refuse a config,
+    and each had another process import torch until then.
+    """
+    train = sys.modules.get("varuna_capslog.commands.train")
+    if train is not None:
+        monkeypatch.setattr(train, "begun_early", contextlib.nullcontext)
 
 
 @pytest.hookimpl(optionalhook=True)

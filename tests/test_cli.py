@@ -16,6 +16,7 @@ import pytest
 
 from tests.starters import starter_of
 from varuna_capslog import cli
+from varuna_capslog.base import fork_server
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import Profile
@@ -288,6 +289,18 @@ def test_train_lays_out_the_run_before_its_workers_start(toy, tmp_path, monkeypa
     )
     assert read_plan(folder / "plan-0.json").cuts == (0, 1, 2, 3)
     assert "max_steps: 3" in (folder / "config.yaml").read_text()
+
+
+def test_train_begins_its_fork_server_before_it_reads_the_config(toy, monkeypatch):
+    """Both import for a second; where the config is refused, the process is killed."""
+    begun = []
+    monkeypatch.setattr("varuna_capslog.commands.train.begun_early", fork_server.begun_early)
+    monkeypatch.setattr("varuna_capslog.start.local_run.train_here", lambda *_: begun.extend(fork_server._early))
+    assert run("train", toy) == 0
+    ((process, *_),) = begun
+    assert process.returncode == -signal.SIGKILL
+    assert run("train", toy, "train.max_steps=-1") == 2
+    assert not fork_server._early
 
 
 def test_an_equal_plan_keeps_its_generation_and_another_gets_the_next(toy, tmp_path, monkeypatch, capsys):
