@@ -12,6 +12,7 @@ import os
 import platform
 import queue
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ __all__ = [
     "stepping",
     "token_loss",
     "token_minibatch",
+    "trained_peaks",
     "transformer_chain",
     "write_json",
 ]
@@ -283,6 +285,19 @@ def median_ratio(first: Sequence[float], second: Sequence[float]) -> tuple[float
 def machine() -> dict[str, Any]:
     """Return the versions and cores that a result was measured with."""
     return {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+
+
+def trained_peaks(config: Path, run_dir: Path, environment: Mapping[str, str]) -> list[int]:
+    """Train by `capslog train`; return the allocator's peak of every rank in the second step. Raises SystemExit with
+    the command's output where the run fails.
+    """
+    command = [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "train", str(config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise SystemExit(f"the run failed:\n{done.stdout}\n{done.stderr}")
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    peaks: list[int] = next(record["peak_bytes"] for record in records if "peak_bytes" in record)
+    return peaks
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:

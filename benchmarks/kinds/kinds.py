@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "captured"))
 
 from captured60 import PRECISION, compare
-from common import machine, write_json
+from common import machine, trained_peaks, write_json
 from drawn_models import Drawn
 from small_models import KINDS, ROWS
 
@@ -41,7 +41,7 @@ PARTS = (0.99, 1.01, 1.02)
 MOST_ERROR = 0.001
 
 
-def questions(kind: str, capacity: int) -> Any:
+def ask(kind: str, capacity: int) -> Any:
     """Return the answer of `capslog.fits` for one CPU with this memory."""
     train = {"train.microbatch_size": ROWS, "train.minibatch_size": ROWS * MICROBATCHES}
     settings = {"model.arguments.kind": kind, **train}
@@ -67,19 +67,7 @@ def measured_peak(kind: str, plan: Any, folder: Path) -> int:
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(config))
-    command = [
-        sys.executable,
-        "-c",
-        "from varuna_capslog.cli import main; main()",
-        "train",
-        str(folder / "config.yaml"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        raise SystemExit(f"{kind}: the run failed:\n{done.stdout}\n{done.stderr}")
-    records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    peaks: list[int] = next(record["peak_bytes"] for record in records if "peak_bytes" in record)
-    return peaks[0]
+    return trained_peaks(path, folder / "run", os.environ)[0]
 
 
 def measure(kind: str) -> dict[str, Any]:
@@ -92,10 +80,10 @@ def measure(kind: str) -> dict[str, Any]:
         compare(drawn, in_float64)
         if "largest" in in_float64:
             row["in_float64"] = max(in_float64["largest"], in_float64["loss_difference"])
-    smallest = questions(kind, 1 << 20)
+    smallest = ask(kind, 1 << 20)
     with tempfile.TemporaryDirectory(prefix="kinds-") as folder:
         row["measured"] = measured_peak(kind, smallest.plan, Path(folder))
-    answers = [questions(kind, math.ceil(part * row["measured"])) for part in PARTS]
+    answers = [ask(kind, math.ceil(part * row["measured"])) for part in PARTS]
     row["folded"], row["rehearsed"] = smallest.memory.peaks[0], answers[1].memory.peaks[0]
     row["split"], row["fits"] = answers[1].split, [answer.fits for answer in answers]
     return row

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import plan, write_json
+from common import plan, trained_peaks, write_json
 
 from varuna_capslog.config.reading import Config, dump_config, section
 from varuna_capslog.engine.recipe import Recipe
@@ -264,18 +262,7 @@ def trained(config: Config, folder: Path) -> list[int]:
         "PYTHONPATH": f"{script_folder}:{script_folder.parents[1]}",
         "XDG_CACHE_HOME": str(folder),
     }
-    command = [
-        sys.executable,
-        "-c",
-        "from varuna_capslog.cli import main; main()",
-        "train",
-        str(folder / "config.yaml"),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise SystemExit(f"the run failed:\n{done.stdout}\n{done.stderr}")
-    lines = (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
-    return next(record["peak_bytes"] for record in map(json.loads, lines) if "peak_bytes" in record)
+    return trained_peaks(folder / "config.yaml", Path(config.run_dir), environment)
 
 
 def main() -> None:

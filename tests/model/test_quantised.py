@@ -125,15 +125,15 @@ def test_a_layer_without_values_cannot_be_measured_and_says_what_to_do(base: str
 class InFewBits(nn.Module):
     """Layers of bitsandbytes with trained adapters beside them."""
 
-    def __init__(self, nn_of: Any, base: str) -> None:
+    def __init__(self, nn_of: Any, base: str, bias: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(self._block(nn_of, base) for _ in range(3))
+        self.blocks = nn.ModuleList(self._block(nn_of, base, bias) for _ in range(3))
 
-    def _block(self, nn_of: Any, base: str) -> nn.Module:
+    def _block(self, nn_of: Any, base: str, bias: bool) -> nn.Module:
         if base == "8bit":
-            frozen = nn_of.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+            frozen = nn_of.Linear8bitLt(64, 64, bias=bias, has_fp16_weights=False)
         else:
-            frozen = nn_of.Linear4bit(64, 64, bias=False, quant_type="nf4", compress_statistics=base != "4bit")
+            frozen = nn_of.Linear4bit(64, 64, bias=bias, quant_type="nf4", compress_statistics=base != "4bit")
         return nn.ModuleDict({"base": frozen.to("cpu").requires_grad_(False), "adapter": nn.Linear(64, 64)})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,12 +142,15 @@ class InFewBits(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("base", BASES)
-def test_layers_of_bitsandbytes_itself_are_planned_by_their_bytes_and_train_with_their_bits(base: str) -> None:
+def test_layers_of_bitsandbytes_itself_are_planned_by_their_bytes_and_train_with_their_bits(
+    base: str, bias: bool
+) -> None:
     """The copy without memory ended in a traceback of torch's, since `Params4bit` cannot be copied there."""
-    model = InFewBits(pytest.importorskip("bitsandbytes.nn", reason="bitsandbytes is not installed"), base)
+    model = InFewBits(pytest.importorskip("bitsandbytes.nn", reason="bitsandbytes is not installed"), base, bias)
     frozen = [part for part in hollow_copy(model).modules() if isinstance(part, QuantisedLinear)]
-    linear = QuantisedLinear(nn.Linear(64, 64, bias=False, device="meta"), base)
+    linear = QuantisedLinear(nn.Linear(64, 64, bias=bias, device="meta"), base)
     expected = sum(parameter.nbytes for parameter in linear.parameters())
     assert [sum(parameter.nbytes for parameter in part.parameters()) for part in frozen] == [expected] * 3
     assert all(parameter.is_meta for part in frozen for parameter in part.parameters())

@@ -313,8 +313,8 @@ def judge_by_fold(
         return verdict
     estimated = profile.source == "estimated"
     has_action_bytes = all(row.action_bytes is not None for row in profile.observations)
-    of_tier = not verdict.fits and is_certain(verdict, headroom, 1.0)
-    near = not of_tier and not is_certain(verdict, headroom) and is_certain(verdict, headroom, 1 + _NARROW)
+    of_tier = not verdict.fits and _needs_at_most(1.0, verdict, headroom)
+    near = not of_tier and not is_certain(verdict, headroom) and _needs_at_most(1 + _NARROW, verdict, headroom)
     if has_action_bytes and not (near and (estimated or on_cpu)):
         return verdict
     try:
@@ -328,8 +328,13 @@ def judge_by_fold(
     return tier.with_verdict(verdict, host)
 
 
-def is_certain(plan: Plan, headroom: Headroom, part: float = _CERTAIN) -> bool:
-    """True where every rank needs at most a part of its device; the default: it fits whatever the error of the fold."""
+def is_certain(plan: Plan, headroom: Headroom) -> bool:
+    """True where every rank needs so little of its device that it fits whatever the error of the fold."""
+    return _needs_at_most(_CERTAIN, plan, headroom)
+
+
+def _needs_at_most(part: float, plan: Plan, headroom: Headroom) -> bool:
+    """True where every rank needs at most this part of its device."""
     sizes = [(rank.bytes, rank.capacity_bytes) for rank in plan.ranks]
     return all(limit is None or (size is not None and headroom.device(size) <= part * limit) for size, limit in sizes)
 
