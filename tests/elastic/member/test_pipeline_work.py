@@ -19,6 +19,7 @@ from tests.rig.faults import Fault
 from tests.waiting import wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread
+from varuna_capslog.elastic.member import pipeline_work
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Opening
@@ -28,6 +29,7 @@ from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import layer_state
 
+CPU = torch.device("cpu")
 FACTORIES = {"chain": "factory_chain"}
 
 
@@ -36,6 +38,26 @@ def truth_of_factories(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     """Results of a chain that one process builds layer by layer."""
     torch.set_num_threads(1)
     return truth_of(tmp_path_factory.mktemp("truth"), model={"chain": "factory_chain_by_hand"})
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["room for a second chain", "no room"])
+def test_a_newcomer_knows_the_shapes_at_all_cuts_before_others_wait_for_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    config = config_of(tmp_path / "run", 2)
+    workload = load_workload(config)
+    chain = workload.build_chain()
+    units = {"num_microbatches": config.num_microbatches, "microbatch_size": config.train.microbatch_size}
+    plan = Plan.of_cuts(len(chain), CUTS[2], model=chain.name, schedule="1f1b", **units)
+    work = PipelineWork(MemberStart("m0", tmp_path / "run"), PipelineRun(config, workload, plan, None), CPU)
+    trained: list[int] = []
+    monkeypatch.setattr(pipeline_work, "train_step", lambda engine, step, *rest: trained.append(step))
+    if not room:
+        monkeypatch.setattr(pipeline_work, "_WARM_UP_BYTES", 0)
+    work.warm_up()
+    assert trained == [1] * room
+    monkeypatch.setattr(work._table, "_trace", lambda inputs: pytest.fail("traced in its first step"))
+    assert len(work._table.boundaries(work.setup.feed().minibatch(1).inputs[0])) == len(chain) + 1
 
 
 def test_a_run_that_has_lost_all_begins_anew_with_weights_that_were_freed(
@@ -88,7 +110,7 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
         return Plan.of_cuts(count, cuts, model=workload.build_chain().name, schedule="1f1b", **units)
 
     start = MemberStart("m0", tmp_path / "run")
-    work = PipelineWork(start, PipelineRun(config, workload, plan_of(0), None), torch.device("cpu"))
+    work = PipelineWork(start, PipelineRun(config, workload, plan_of(0), None), CPU)
 
     def opened(number: int, plan: Plan, states: dict[int, layer_state.LayerState]) -> dict[int, list[int]]:
         """Open a generation; return the addresses of the parameters of each layer that this member owns."""

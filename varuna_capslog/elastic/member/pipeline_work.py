@@ -158,13 +158,15 @@ class PipelineWork(Work):
         return self.setup.chain
 
     def warm_up(self) -> None:
-        """Train one microbatch on the whole chain in this process, so that a joining member has all kernels loaded
-        before others wait for it. Skipped for chains of which a device may not have room for a second one.
+        """Find the shapes at all cuts and train one microbatch on the whole chain in this process, so that a joining
+        member has them and all kernels before others wait for it. Chains of which a device may not have room for a
+        second one are not trained.
         """
-        if sum(self.layer_bytes) > _WARM_UP_BYTES:
-            return
         setup, minibatch = self.setup, self.setup.feed().minibatch(1)
         one_microbatch = dataclasses.replace(minibatch, inputs=minibatch.inputs[:1])
+        self._table.boundaries(one_microbatch.inputs[0])  # one stage alone would not ask for them
+        if sum(self.layer_bytes) > _WARM_UP_BYTES:
+            return
         options = dataclasses.replace(setup.options, num_microbatches=1, num_blocks=1)
         lone_communicator = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
         layout = Layout.pipelines((0,), len(self.chain))
