@@ -20,9 +20,9 @@ aten = torch.ops.aten
 SCRATCH = 8192
 """Bytes per call that the table leaves out, besides a hundredth."""
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the table holds for processors with AVX-512"
-)
+WIDE = "512" in torch.backends.cpu.get_cpu_capability()
+PARTS = 1 << 20
+"""Most bytes in which a forward makes columns, as counted: the second cache of a core, where it takes its part."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +50,13 @@ def kernel_bytes(func: Any, arguments: tuple[Any, ...], result: Any) -> int:
     return sum(Quirks("cpu").temporary(func, arguments, {}, result))
 
 
-def check(func: Any, arguments: tuple[Any, ...]) -> None:
+def check(func: Any, arguments: tuple[Any, ...], more: int = 0) -> None:
+    """Compare the table with the allocator; without AVX-512 it may count 2 %, 16 KiB and `more` bytes too many."""
     peak, result = real_peak(lambda: func(*arguments))
     parts = [result] if isinstance(result, torch.Tensor) else [part for part in result if part is not None]
     predicted = sum(part.nbytes for part in parts) + kernel_bytes(func, arguments, result)
-    assert predicted == pytest.approx(peak, rel=0.01, abs=SCRATCH)
+    most = peak / 100 + SCRATCH if WIDE else peak / 50 + 2 * SCRATCH + more
+    assert -peak / 100 - SCRATCH <= predicted - peak <= most
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,8 @@ def check(func: Any, arguments: tuple[Any, ...]) -> None:
 def test_convolutions(x, weight, stride, padding, dilation, groups, bias):
     pixels, kernel = torch.randn(x), torch.randn(weight)
     common = ([stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups)
-    check(aten.convolution.default, (pixels, kernel, torch.randn(weight[0]) if bias else None, *common))
+    columns = PARTS if padding > 2 else 0
+    check(aten.convolution.default, (pixels, kernel, torch.randn(weight[0]) if bias else None, *common), columns)
     gradient = torch.randn_like(aten.convolution(pixels, kernel, None, *common))
     sizes = [weight[0]] if bias else None
     check(aten.convolution_backward.default, (gradient, pixels, kernel, sizes, *common, [True, True, bias]))
@@ -135,6 +138,37 @@ def test_convolutions_of_channels_that_lie_last(x, weight, stride, padding, grou
         check(aten.convolution_backward.default, (gradient, pixels, kernel, sizes, *common, mask))
     plain = gradient.contiguous()
     check(aten.convolution_backward.default, (plain, pixels, kernel, sizes, *common, [True, True, bias]))
+
+
+@pytest.mark.skipif(WIDE, reason="where oneDNN makes columns differs with AVX-512")
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["planes", "channels last"])
+@pytest.mark.parametrize(
+    ("x", "weight", "stride", "padding", "dilation"),
+    [
+        # kernels larger than the image, dilated ones, and so many columns that they are made in parts
+        ((4, 48, 4, 4), (48, 48, 5, 5), 1, 2, 1),
+        ((8, 256, 16, 16), (32, 256, 3, 3), 1, 2, 2),
+        ((1, 256, 40, 40), (32, 256, 5, 5), 1, 4, 2),
+        ((32, 64, 14, 14), (24, 64, 3, 3), 2, 2, 2),
+        # strided ones, also where steps do not fit into the image
+        ((16, 96, 14, 14), (16, 96, 3, 3), 2, 1, 1),
+        ((8, 8, 7, 7), (32, 8, 3, 3), 2, 1, 1),
+        ((2, 256, 40, 40), (64, 256, 1, 1), 2, 0, 1),
+        # groups that fill blocks, and that do not; depthwise; many groups of one element
+        ((4, 32, 16, 16), (64, 8, 3, 3), 1, 1, 1),
+        ((4, 16, 32, 32), (64, 4, 3, 3), 2, 1, 1),
+        ((2, 48, 8, 8), (24, 12, 7, 7), 1, 3, 1),
+        ((4, 96, 8, 8), (96, 1, 7, 7), 1, 3, 1),
+        ((8, 48, 28, 28), (256, 12, 1, 1), 1, 0, 1),
+    ],
+)
+def test_convolutions_without_avx512(x, weight, stride, padding, dilation, form):
+    pixels, kernel = torch.randn(x).to(memory_format=form), torch.randn(weight)
+    common = ([stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], x[1] // weight[1])
+    check(aten.convolution.default, (pixels, kernel, None, *common), PARTS if dilation > 1 else 0)
+    gradient = torch.randn_like(aten.convolution(pixels, kernel, None, *common))
+    for mask in ([True, True, False], [False, True, False], [True, False, False]):
+        check(aten.convolution_backward.default, (gradient, pixels, kernel, None, *common, mask))
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -198,7 +232,33 @@ def test_products_of_bfloat16_pack_one_matrix(func, shapes, dtype):
     check(func, tuple(torch.randn(shape).to(dtype) for shape in shapes))
 
 
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX tiles the table holds")
+def test_products_of_bfloat16_pack_nothing_where_onednn_does_not_multiply_them(monkeypatch):
+    arguments = (torch.randn(1024, 256).bfloat16(), torch.randn(256, 768).bfloat16())
+    result = aten.mm.default(*arguments)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert kernel_bytes(aten.mm.default, arguments, result) == arguments[1].nbytes + 5 * 1024
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert kernel_bytes(aten.mm.default, arguments, result) == 0
+    quirks = Quirks("cpu", amx=False)
+    quirks.temporary(aten.mm.default, arguments, {}, result)
+    assert not quirks.limits
+
+
+@pytest.mark.skipif(torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies them here")
+@pytest.mark.parametrize("turned", [False, True])
+def test_torchs_own_products_of_16_bits_take_nothing(turned):
+    for dtype in (torch.bfloat16, torch.float16):
+        first, second = torch.randn(8, 256, 64).to(dtype), torch.randn(8, 64, 256).to(dtype)
+        first = first.mT.contiguous().mT if turned else first
+        for func, arguments in ((aten.bmm.default, (first, second)), (aten.mm.default, (first[0], second[0]))):
+            assert real_peak(lambda f=func, a=arguments: f(*a))[0] == func(*arguments).nbytes
+            assert kernel_bytes(func, arguments, func(*arguments)) == 0
+
+
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="the table holds with AMX tiles, and where torch's own kernels multiply",
+)
 def test_products_of_bfloat16_without_amx_are_still_beyond_the_table():
     """`LIMITS` names them because of this. If this test fails, the table covers them and may promise their bytes."""
     arguments = (torch.randn(4096, 4096).bfloat16(), torch.randn(4096, 64).bfloat16())
@@ -210,7 +270,7 @@ def test_products_of_bfloat16_without_amx_are_still_beyond_the_table():
 def test_only_products_of_bfloat16_without_amx_are_a_limit(amx):
     limits = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        quirks = Quirks("cpu", amx=amx)
+        quirks = Quirks("cpu", amx=amx, brain=True)
         matrix, factor = torch.randn(8, 8).to(dtype), torch.randn(8, 8).to(dtype)
         for func, arguments in ((aten.mm.default, (matrix, factor)), (aten.addmm.default, (matrix, matrix, factor))):
             quirks.temporary(func, arguments, {}, matrix)
@@ -218,6 +278,7 @@ def test_only_products_of_bfloat16_without_amx_are_a_limit(amx):
     assert limits == [set() if amx else {"bfloat16 products on a CPU without AMX"}, set(), set()]
 
 
+@pytest.mark.skipif(not WIDE, reason="without AVX-512 torch's own kernels convolve bfloat16")
 def test_convolutions_of_bfloat16_are_still_beyond_the_table():
     """`LIMITS` names them because of this. If this test fails, the table covers them and may promise their bytes."""
     pixels, kernel = torch.randn(1, 256, 64, 64).bfloat16(), torch.randn(64, 256, 1, 1).bfloat16()

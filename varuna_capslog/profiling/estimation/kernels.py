@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,99 +18,270 @@ from varuna_capslog.profiling.estimation.allocator import round_up
 __all__ = ["KERNELS"]
 
 
-# -- Bytes that oneDNN's convolutions take on the CPU where the channels of an image lie together (channels last).
+# -- Sizes of oneDNN's convolutions on the CPU, with AVX-512 ("wide") and without ("narrow").
 #
-# Such images are not copied; weights are, in blocks of channels and features. The sizes were measured with torch 2.15
-# (oneDNN 3.13) on AVX-512; `test_kernels` compares them with the allocator.
+# Measured with torch 2.15 (oneDNN 3.13) on AVX-512 and torch 2.14 (oneDNN 3.12) without; where sizes are known from
+# oneDNN's source, its file is named. `test_kernels` compares them with the allocator.
 
 
-_BLOCK = 16
+_WIDE, _NARROW = 16, 8
 _PAGE = 4096
-_FORWARD_SCRATCH, _BACKWARD_SCRATCH = 2 * _PAGE + 24, 2 * _PAGE + 152
-_THREADS = 256
-"""Number of sums of the weight gradient that the slow depthwise kernel makes, with any number of threads."""
 
 
-def forward_bytes(x: Tensor, w: Tensor, bias: Tensor | None) -> int:
-    """Return bytes of weights, plain (not for kernels of one element) and blocked, of a bias copy, and of scratch."""
-    groups, features = x.shape[1] // w.shape[1], w.shape[0]
-    held = 0 if bias is None else features * x.itemsize
-    if _depthwise(w, groups):
-        return _blocked(w, groups) + held
-    if groups > 1:
-        return 2 * _bytes(w) + held
-    # features are padded to one block, or to pairs of blocks
-    whole_features = _BLOCK if features <= _BLOCK else round_up(features, 2 * _BLOCK)
-    blocks = _bytes(w) // features * whole_features
-    return blocks + held + _FORWARD_SCRATCH + (0 if _pointwise(w) else _bytes(w))
+def _block_channels() -> int:
+    """Return the channels in a block of oneDNN's layout: the float32 numbers of one register of this processor."""
+    return _WIDE if "512" in torch.backends.cpu.get_cpu_capability() else _NARROW
 
 
-def backward_bytes(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any], mask: Sequence[bool]) -> int:
-    """Return bytes of a backward: first the gradient of the input, from weights in blocks; then the gradient of the
-    weights, summed in blocks.
-
-    geometry: stride, padding and dilation. mask: True for the gradients that are made: of input, weights, bias.
+class _Side(NamedTuple):
+    """Height or width of a convolution. size, made, kernel: elements of image, output and kernel. step: the
+    stride. before: the padding. apart: the dilation.
     """
-    groups, features = x.shape[1] // w.shape[1], w.shape[0]
-    plain, blocks = _bytes(w), _blocked(w, groups)
-    results = (plain if mask[1] else 0) + (features * x.itemsize if mask[2] else 0)
-    of_input = of_weights = 0
-    if mask[0]:
-        if _depthwise(w, groups):
-            of_input = blocks
-        elif groups > 1:
-            of_input = 2 * plain
-        else:
-            channels = w.shape[1] if w.shape[1] % _BLOCK == 0 else round_up(w.shape[1], _BLOCK)
-            of_input = plain // w.shape[1] * channels + (0 if _pointwise(w) else plain)
-            strided = any(step != 1 for step in geometry[0])
-            of_input += (5 + math.ceil(features / _BLOCK)) * _PAGE + 24 if strided else _BACKWARD_SCRATCH
-    if mask[1]:
-        if not _depthwise(w, groups):
-            of_weights = blocks + (1 if _pointwise(w) else 2) * plain
-        elif _fast(gradient, x, w, geometry):
-            of_weights = blocks + plain
-        else:
-            of_weights = (_THREADS + 1) * plain
-        of_weights += features * x.itemsize if mask[2] else 0
-    copied = 0 if gradient.is_contiguous(memory_format=torch.channels_last) else _bytes(gradient)
-    # the result for the input's gradient exists from the beginning, the other results once that gradient is computed
-    return copied + max(0, of_input - results, of_weights)
+
+    size: int
+    made: int
+    kernel: int
+    step: int
+    before: int
+    apart: int
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first that the kernel reads to the last."""
+        return (self.kernel - 1) * self.apart + 1
+
+    @property
+    def behind(self) -> int:
+        """Padding behind the image."""
+        return (self.made - 1) * self.step + self.extent - self.size - self.before
+
+    @property
+    def is_outside(self) -> bool:
+        """True where the kernel lies in the padding as a whole at some place."""
+        return self.extent <= max(self.before, self.behind)
+
+    @property
+    def is_small(self) -> bool:
+        """True where a fast kernel makes depthwise gradients of weights: few elements, less padding than output."""
+        return self.kernel <= 3 and self.made > self.before + max(0, self.behind)
 
 
-def _fast(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any]) -> bool:
-    """True where the fast depthwise kernel for weight gradients applies: small windows, more outputs than padding."""
-    stride, padding, dilation = geometry
-    for size, made, kernel, step, before, apart in zip(
-        x.shape[2:], gradient.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
-    ):
-        after = max(0, (made - 1) * step + (kernel - 1) * apart + 1 - size - before)
-        if kernel > 3 or made <= before + after:
-            return False
-    return True
+class _ByColumns(NamedTuple):
+    """Parts of a convolution that oneDNN makes by products with a matrix of columns."""
+
+    forward: bool = False
+    of_input: bool = False
+    of_weights: bool = False
 
 
-def _blocked(w: Tensor, groups: int) -> int:
-    """Return bytes of weights in whole blocks; fewer channels than a block are not padded."""
-    features, channels, *window = w.shape
-    cells = math.prod(window) * w.itemsize
-    if _depthwise(w, groups):
-        return round_up(features, _BLOCK) * cells
-    if groups > 1:
-        return groups * round_up(channels, _BLOCK) * round_up(features // groups, _BLOCK) * cells
-    return (channels if channels < _BLOCK else round_up(channels, _BLOCK)) * round_up(features, _BLOCK) * cells
+def _by_columns(sides: Sequence[_Side], channels: int, features: int, groups: int, last: bool) -> _ByColumns:
+    """Return what is made from columns. channels, features: of one group. last: the channels lie together."""
+    if all(side.kernel == 1 for side in sides) and groups == 1:
+        return _ByColumns()
+    spread, strided = any(side.apart != 1 for side in sides), any(side.step != 1 for side in sides)
+    if _block_channels() == _WIDE:  # dilated kernels that lie mostly in the padding
+        spread = spread and groups == 1
+        beyond_input = spread and any(side.size < side.before for side in sides)
+        beyond_output = spread and any(side.made <= 2 * side.before for side in sides)
+        return _ByColumns(beyond_input, beyond_input, beyond_output)
+    # without AVX-512: init_conf in oneDNN's jit_avx2_conv_kernel_f32.cpp and jit_uni_dw_conv_kernel_utils.hpp
+    height, width = sides
+    exceeds = height.kernel > height.size
+    if groups > 1 and channels == features == 1:
+        return _ByColumns(of_weights=exceeds if last else not all(side.is_small for side in sides))
+    if groups > 1 and not last and (channels % _NARROW or features % _NARROW):
+        return _ByColumns(True, not strided, True)
+    outside = any(side.is_outside for side in sides)
+    forward = outside or width.before > min(3, width.made)
+    forward = forward or (width.kernel > 7 and strided and any(side.before for side in sides))
+    of_weights = outside or spread or exceeds or width.kernel >= 14 or (groups > 1 and channels == 3)
+    return _ByColumns(forward, outside or (spread and strided), of_weights)
+
+
+class _Convolution:
+    """Sizes of one convolution in bytes: plain, in the layout for oneDNN (taken), and padded to blocks of channels."""
+
+    def __init__(self, x: Tensor, w: Tensor, spatial: Sequence[int], options: Sequence[Any]) -> None:
+        """Compute the sizes; spatial: shape of the output; options: as in `_backend`."""
+        groups = options[-1]
+        block, size = _block_channels(), x.itemsize
+        batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
+        cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
+        whole_channels, whole_features = round_up(channels, block), round_up(features, block)
+        self.cells, self.block, self.groups = cells_out, block, groups
+        self.sides = sides = [
+            _Side(*numbers) for numbers in zip(x.shape[2:], spatial, w.shape[2:], *options[:3], strict=True)
+        ]
+        self.by_columns = _by_columns(sides, w.shape[1], features // groups, groups, not x.is_contiguous())
+        self.aligned = channels % block == 0 and features % block == 0
+        self.narrow = channels < block
+        self.x, self.w, self.y = (part * size for part in (x.numel(), w.numel(), batch * features * cells_out))
+        self.x_padded = self.x_taken = batch * whole_channels * cells_in * size
+        self.y_taken = batch * whole_features * cells_out * size
+        self.w_padded = self.w if groups > 1 else whole_channels * whole_features * window * size
+        self.w_taken = self.w_padded
+        if self.narrow and not self.pointwise:
+            # images of up to three channels are not copied; images of few channels are copied without padding
+            self.x_taken = 0 if channels < 4 else self.x
+            if groups == 1:
+                self.w_taken = channels * whole_features * window * size
+        self.columns = 0 if self.pointwise and not self.strided else channels * window * cells_out * size
+        # where the stride divides the input, a kernel of one element first gathers the elements that it reads
+        divides = all(side.size == side.made * side.step for side in sides)
+        self.sampled = self.sampled_part = self.scratch = 0
+        if self.pointwise and self.strided and divides:
+            self.sampled = whole_channels * cells_out * size + 128
+            self.sampled_part = min(whole_channels, 8 * block) * cells_out * size + 128
+        if self.strided and block == _WIDE:
+            self.scratch = self.y_taken // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH
+        elif self.strided and not _depthwise(w, groups):
+            # one gradient with as many more rows and columns as the kernel reaches, and more where steps do not fit
+            image = math.prod(side.made + (side.kernel - 1) // side.step for side in sides) * features * size
+            uneven = any(side.size % side.step for side in sides)
+            self.scratch = round_up(image, 4 * _PAGE) + (10 if uneven else 5) * _PAGE + 24
+
+    @property
+    def pointwise(self) -> bool:
+        """True for a kernel of one element."""
+        return all(side.kernel == 1 for side in self.sides)
+
+    @property
+    def strided(self) -> bool:
+        """True where any step is larger than 1."""
+        return any(side.step != 1 for side in self.sides)
+
+    @property
+    def dilated(self) -> bool:
+        """True where the kernel's elements lie apart."""
+        return any(side.apart != 1 for side in self.sides)
+
+    @property
+    def room(self) -> int:
+        """Most bytes of scratch for a backward (scratchpad_limit in oneDNN's gemm_convolution_utils.cpp)."""
+        return min(_MOST_SCRATCH, 15 * (self.x + self.w + self.y))
+
+    def copied(self, x: Tensor, parts: int, whole: int) -> int:
+        """Return the bytes of torch's own kernel beside the columns: for several groups `parts` where those of a group
+        do not lie in one piece, else `whole`; for one group the weights, where they do not lie as the image does.
+        """
+        if self.groups == 1:
+            return 0 if x.is_contiguous() or self.pointwise else self.w
+        return whole if x.shape[0] == 1 and x.is_contiguous() else parts
+
+    def columns_at_once(self, beside: int, share: float) -> int:
+        """Return the bytes of the columns that a backward makes at a time: all, or `share` of those for which there is
+        room. beside: bytes of other scratch.
+        """
+        room, columns = self.room - beside, self.columns // self.groups
+        if columns <= room:
+            return columns
+        column = columns // self.cells
+        return column * max(self.block, int(room // column * share))
+
+
+_SCRATCH = 40 << 10
+_MOST_SCRATCH = 1 << 30
+_INPUT_SHARE, _WEIGHTS_SHARE = 0.1, 0.05
+_CACHE = 1 << 20
+"""Bytes of a core's second cache, as assumed: a forward makes its columns in parts that lie there."""
+_SMALL_BATCH = 16
+"""Number of images from which on oneDNN also computes kernels of one element; with fewer images it does so only with
+several threads, and workers have one thread (use_mkldnn, ATen/native/Convolution.cpp)."""
 
 
 def _depthwise(w: Tensor, groups: int) -> bool:
     return groups > 1 and w.shape[0] == groups and w.shape[1] == 1
 
 
-def _pointwise(w: Tensor) -> bool:
-    return math.prod(w.shape[2:]) == 1
-
-
 def _bytes(tensor: Tensor) -> int:
     return int(tensor.numel() * tensor.itemsize)
+
+
+# -- Bytes that oneDNN's convolutions take on the CPU where the channels of an image lie together (channels last).
+#
+# Such images are not copied; weights are, in blocks of channels and features.
+
+
+_FORWARD_SCRATCH, _BACKWARD_SCRATCH = 2 * _PAGE + 24, 2 * _PAGE + 152
+
+
+def forward_bytes(c: _Convolution, x: Tensor, w: Tensor, bias: Tensor | None) -> int:
+    """Return bytes of weights, plain (not for kernels of one element) and blocked, of a bias copy, and of scratch."""
+    groups, features = c.groups, w.shape[0]
+    held = 0 if bias is None else features * x.itemsize
+    if _depthwise(w, groups):
+        return _blocked(w, groups) + held
+    if groups > 1 and c.block == _WIDE:
+        return 2 * c.w + held
+    blocks = c.w // (features // groups) * _whole_features(features // groups)
+    return blocks + held + _FORWARD_SCRATCH + (0 if c.pointwise else c.w)
+
+
+def backward_bytes(c: _Convolution, gradient: Tensor, x: Tensor, w: Tensor, mask: Sequence[bool]) -> int:
+    """Return bytes of a backward: first the gradient of the input, from weights in blocks; then the gradient of the
+    weights, summed in blocks. mask: True for the gradients that are made: of input, weights, bias.
+    """
+    groups, features = c.groups, w.shape[0]
+    plain, blocks = c.w, _blocked(w, groups)
+    results = (plain if mask[1] else 0) + (features * x.itemsize if mask[2] else 0)
+    of_input = of_weights = 0
+    if mask[0]:
+        if _depthwise(w, groups):
+            of_input = blocks
+        elif groups > 1 and c.block == _WIDE:
+            of_input = 2 * plain
+        else:
+            of_input = plain // w.shape[1] * _whole_channels(w.shape[1]) + (0 if c.pointwise else plain)
+            if not c.strided:
+                of_input += _BACKWARD_SCRATCH
+            elif c.block == _WIDE:
+                of_input += (5 + math.ceil(features / _WIDE)) * _PAGE + 24
+            else:
+                of_input += c.columns // groups if c.by_columns.of_input else c.scratch
+    if mask[1]:
+        by_columns = 4 * plain + (c.columns + c.x // x.shape[0]) // groups
+        if c.block == _NARROW and c.by_columns.of_weights and by_columns <= c.room:
+            of_weights = plain + by_columns
+        elif _depthwise(w, groups):
+            of_weights = blocks + plain if all(side.is_small for side in c.sides) else (c.block**2 + 1) * plain
+        else:
+            of_weights = blocks + (1 if c.pointwise else 2) * plain
+            if c.block == _NARROW:
+                of_weights = max(of_weights, blocks + c.sampled - plain)
+        of_weights += features * x.itemsize if mask[2] else 0
+    copied = 0 if gradient.is_contiguous(memory_format=torch.channels_last) else _bytes(gradient)
+    # the result for the input's gradient exists from the beginning, the other results once that gradient is computed
+    return copied + max(0, of_input - results, of_weights)
+
+
+def _whole_features(features: int) -> int:
+    """Return the features of a forward's weights in whole blocks."""
+    if _block_channels() == _NARROW:
+        return _whole_channels(features)
+    return _WIDE if features <= _WIDE else round_up(features, 2 * _WIDE)
+
+
+def _whole_channels(channels: int) -> int:
+    """Return the channels in whole blocks of the weights from which the gradient of the input is made."""
+    if _block_channels() == _WIDE:
+        return round_up(channels, _WIDE)
+    if channels <= 2 * _NARROW:
+        return round_up(channels, _NARROW)
+    # of three or four registers; where they differ little a score decides, and the larger number is counted
+    fewer, more = sorted(round_up(channels, count * _NARROW) for count in (3, 4))
+    return more if 8 * more <= 9 * fewer else fewer
+
+
+def _blocked(w: Tensor, groups: int) -> int:
+    """Return bytes of weights in whole blocks; fewer channels than a block are not padded."""
+    block = _block_channels()
+    features, channels, *window = w.shape
+    cells = math.prod(window) * w.itemsize
+    if _depthwise(w, groups):
+        return round_up(features, block) * cells
+    if groups > 1:
+        return groups * round_up(channels, block) * round_up(features // groups, block) * cells
+    return (channels if channels < block else round_up(channels, block)) * round_up(features, block) * cells
 
 
 # -- all other kernels of torch on a CPU
@@ -143,7 +314,7 @@ def _fits(matrix: Tensor) -> bool:
 
 
 def _packed(first: Tensor, second: Tensor) -> int:
-    if first.dtype != torch.bfloat16:
+    if first.dtype != torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
     smaller = min(math.prod(side.shape[-2:]) * side.itemsize for side in (first, second))
     return smaller + (_PANEL if first.is_contiguous() else _TRANSPOSED_PANEL)
@@ -169,52 +340,6 @@ def _promoted(args: Sequence[Any], result: Tensor) -> int:
     return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
 
 
-class _Convolution:
-    """Sizes of one convolution in bytes: plain, in the layout for oneDNN (taken), and padded to blocks of channels."""
-
-    def __init__(self, x: Tensor, w: Tensor, spatial: Sequence[int], options: Sequence[Any]) -> None:
-        """Compute the sizes; spatial: shape of the output; options: as in `_backend`."""
-        stride, padding, dilation, _, _, groups = options
-        block, size = 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8, x.itemsize
-        batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
-        cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
-        whole_channels, whole_features = round_up(channels, block), round_up(features, block)
-        self.pointwise = window == 1
-        self.strided, self.dilated = (any(step != 1 for step in steps) for steps in (stride, dilation))
-        self.groups = groups
-        # dilated kernels that lie mostly in the padding are computed as products with matrices of columns
-        spread = self.dilated and groups == 1
-        self.beyond_output = spread and any(made <= 2 * pad for made, pad in zip(spatial, padding, strict=True))
-        self.beyond_input = spread and any(size < pad for size, pad in zip(x.shape[2:], padding, strict=True))
-        self.aligned = channels % block == 0 and features % block == 0
-        self.narrow = channels < block
-        self.x, self.w, self.y = (part * size for part in (x.numel(), w.numel(), batch * features * cells_out))
-        self.x_padded = self.x_taken = batch * whole_channels * cells_in * size
-        self.y_taken = batch * whole_features * cells_out * size
-        self.w_padded = self.w if groups > 1 else whole_channels * whole_features * window * size
-        self.w_taken = self.w_padded
-        if self.narrow and not self.pointwise:
-            # images of up to three channels are not copied; images of few channels are copied without padding
-            self.x_taken = 0 if channels < 4 else self.x
-            if groups == 1:
-                self.w_taken = channels * whole_features * window * size
-        self.columns = 0 if self.pointwise and not self.strided else channels * window * cells_out * size
-        # where the stride divides the input, a kernel of one element first gathers the elements that it reads
-        divides = all(a == b * c for a, b, c in zip(x.shape[2:], spatial, stride, strict=True))
-        self.sampled = self.sampled_part = self.scratch = 0
-        if self.pointwise and self.strided and divides:
-            self.sampled = whole_channels * cells_out * size + 128
-            self.sampled_part = min(whole_channels, 128) * cells_out * size + 128
-        if self.strided:
-            self.scratch = self.y_taken // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH
-
-
-_SCRATCH = 40 << 10
-_SMALL_BATCH = 16
-"""Number of images from which on oneDNN also computes kernels of one element; with fewer images it does so only with
-several threads, and workers have one thread (use_mkldnn, ATen/native/Convolution.cpp)."""
-
-
 def _forward(args: Sequence[Any], result: Tensor) -> int:
     """Return bytes of a forward: copies of input and weights, and the blocked output until the plain output is made."""
     x, w, _, *options = args[:9]
@@ -223,11 +348,11 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
         return 0
     c = _Convolution(x, w, result.shape[2:], options)
     if backend == "columns":
-        return c.columns // c.groups + (c.y if c.groups > 1 else 0)
+        return c.columns // c.groups + c.copied(x, max(c.y, c.x // c.groups), c.y)
     if not x.is_contiguous():
-        return forward_bytes(x, w, args[2])
-    if c.beyond_input:
-        return c.columns
+        return forward_bytes(c, x, w, args[2])
+    if c.by_columns.forward:
+        return max(min(c.columns // c.groups, _CACHE), c.y)
     return max(0, c.sampled + c.x_taken + c.w_taken + c.y_taken - c.y, c.sampled + c.y_taken)
 
 
@@ -240,19 +365,20 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
     c = _Convolution(x, w, gradient.shape[2:], options)
     x_out, w_out = (c.x if mask[0] else 0), (c.w if mask[1] else 0)
     if backend == "columns":
-        return c.columns // c.groups + (x_out + w_out if c.groups > 1 else 0)
+        return c.columns // c.groups + c.copied(x, max(x_out + w_out, (c.x + c.y) // c.groups), x_out + w_out)
     if not x.is_contiguous():
-        return backward_bytes(gradient, x, w, options[:3], mask)
+        return backward_bytes(c, gradient, x, w, mask)
     peak = 0
     if mask[0]:
-        peak = c.y_taken + c.w_padded + c.x_padded + c.scratch
-        if c.strided and c.groups == 1:
+        peak = max(c.y_taken + c.w_padded + c.x_padded + c.scratch, c.x_padded + c.x)
+        if c.by_columns.of_input:
+            peak = x_out + max(c.columns_at_once(0, _INPUT_SHARE), c.x)
+        elif c.strided and (c.groups == 1 or (c.block == _NARROW and not _depthwise(w, c.groups))):
             peak = max(peak, 3 * c.x)
-        if c.beyond_input:
-            peak = x_out + c.columns
     if mask[1]:
-        if c.beyond_output:
-            peak = max(peak, x_out + c.columns + 5 * c.w)
+        if c.by_columns.of_weights:
+            sums = 4 * c.w  # four bytes are taken for every byte of them
+            peak = max(peak, x_out + c.w + sums + c.columns_at_once(sums, _WEIGHTS_SHARE))
         elif c.aligned or c.x_taken == 0:
             peak = max(peak, x_out + c.x_taken + c.y_taken + c.w_taken + c.sampled_part)
         else:

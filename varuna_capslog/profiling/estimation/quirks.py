@@ -34,7 +34,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 19
+QUIRKS_VERSION = 20
 """Raised whenever an entry, or the content of an estimate, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -148,8 +148,8 @@ QUIRKS = {
         ("cpu",),
         "oneDNN convolves in a layout with channels in blocks: input, weights and output have copies in it. "
         "Kernels of one element without stride need none below 16 images. Where channels lie last only weights are "
-        "copied (see `kernels`), and depthwise kernels of more than 3x3 make 256 sums of their gradient. "
-        "Measured with torch 2.15 (oneDNN 3.13) on AVX-512.",
+        "copied (see `kernels`), and depthwise kernels of more than 3x3 make 256 sums of their gradient, 64 without "
+        "AVX-512. Measured with torch 2.15 (oneDNN 3.13) on AVX-512 and torch 2.14 (oneDNN 3.12) without.",
     ),
     "copies of norms": Quirk(
         ("cpu",),
@@ -175,7 +175,8 @@ QUIRKS = {
         ("cpu",),
         "Products of bfloat16 matrices copy the smaller one, of a batch one at a time, into the layout of their "
         "instructions. Measured with torch 2.15 (oneDNN 3.13) on AVX-512 with AMX tiles; some weight gradients "
-        "take 1.4 times that. Without AMX, oneDNN copies panels of another size instead: see `LIMITS`.",
+        "take 1.4 times that. Without AMX, oneDNN copies panels of another size instead: see `LIMITS`. Without AVX-512 "
+        "torch's own kernels multiply, and copy nothing.",
     ),
 }
 """By name."""
@@ -202,13 +203,14 @@ class Quirks:
 
     device: "cpu" or "cuda"; CapslogError for others. gpu: kind of GPU (`base.gpus`); "" for no particular kind.
     amx: True where the CPU multiplies bfloat16 matrices in AMX tiles.
-    half: True where oneDNN multiplies float16 matrices on the CPU.
+    brain, half: True where oneDNN multiplies bfloat16, float16 matrices on the CPU; torch's own kernels copy nothing.
     lasting: bytes of each workspace that was allocated and stays. limits: names in `LIMITS` that apply to the run.
     """
 
     device: str
     gpu: str = ""
     amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
+    brain: bool = field(default_factory=torch.ops.mkldnn._is_mkldnn_bf16_supported)
     half: bool = field(default_factory=torch.ops.mkldnn._is_mkldnn_fp16_supported)
     lasting: list[int] = field(default_factory=list)
     limits: set[str] = field(default_factory=set)
@@ -251,7 +253,7 @@ class Quirks:
             return on_cuda(args, result, self.kind)
         if func in _CONVOLUTIONS and args[1].itemsize == 2:
             self.limits.add(_LOW_CONVOLUTIONS)
-        if not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
+        if self.brain and not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
             self.limits.add(_LOW_PRODUCTS)
         if self.half and func in _GEMMS and args[1].dtype == torch.float16:
             self.limits.add(_HALF_PRODUCTS)
