@@ -42,8 +42,8 @@ class Problem:
     shares_moments: only one of the pipelines keeps a layer's optimizer moments (`pipeline.zero`).
     members_change: devices leave and join during the run, so that blocks are fixed and replicas keep whole states.
     search_seconds: time after which a long search returns the best plan so far; None: no limit.
-    longest: seconds of a step; planner budget skips slower plans with replicas. None: it skips only those slower than
-        its line of stages.
+    longest: seconds of a step; planner budget skips slower plans with replicas, and madpipe all that it knows to be no
+        faster. None: budget skips only those slower than its line of stages, madpipe none.
     """
 
     profile: Profile

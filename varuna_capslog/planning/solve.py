@@ -258,10 +258,12 @@ def _fastest(
             continue
         if until is not None and time.perf_counter() >= until:
             break
-        if best is not None and best.fits is not False and (best.step_seconds or 0.0) <= bound * (1 + SAME):
+        reached = None if best is None or best.fits is False else best.step_seconds or 0.0
+        if reached is not None and reached <= bound * (1 + SAME):
             break
+        longest = min((seconds for seconds in (reached, problem.longest) if seconds is not None), default=None)
         try:
-            plan = answers.get(entry.name) or _answered(problem, entry, None)
+            plan = answers.get(entry.name) or _answered(dataclasses.replace(problem, longest=longest), entry, None)
         except CapslogError:
             continue
         same_run = problem.run.schedule in (AUTO_SCHEDULE, plan.schedule)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.planning.asking import plan
 from tests.sweeps import some
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners.madpipe import COMPARED_COUNTINGS
+from varuna_capslog.planners.madpipe import COMPARED_COUNTINGS, Pattern, periodic_pattern
 from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import compare
@@ -48,6 +49,8 @@ def timed(seconds: list[float], seed: int = 5) -> Profile:
 UNEVEN = timed([2.0, 5.0, 5.0, 3.0])
 """Three devices of 5 s each, if the first and the last layer share one."""
 
+MIDDLE = [(1, 2, False), (2, 3, False)]
+
 
 def test_a_rank_comes_back_where_no_cuts_are_even() -> None:
     answer = plan(UNEVEN, 3, "madpipe", run=RUN, link=LINK)
@@ -77,6 +80,64 @@ def test_memory_that_limits_no_plan_is_not_searched(monkeypatch: pytest.MonkeyPa
     assert len(programs) <= 2 * len(COMPARED_COUNTINGS)
     unlimited = periodic.periodic_plan(Problem.of(slow, 2, None, run, link))
     assert (answer.stages, answer.actions) == (unlimited.stages, unlimited.actions)
+
+
+def test_allocations_that_are_known_to_be_slow_are_left_out_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planner budget asks for plans that are faster than its own: most programs were solved for nothing."""
+    programs: list[Allocation] = []
+
+    def counted(costs: ChainCosts, allocation: Allocation, *rest: float) -> Pattern | None:
+        programs.append(allocation)
+        pattern = periodic_pattern(costs, allocation, *rest)
+        if pattern is not None:
+            lists = searches[-1]._plan(allocation, pattern.ranks(searches[-1].run.microbatches))
+            step = simulate_plan(profile, lists, link=link).step_seconds
+            assert allocation.step_bound(costs, searches[-1].run.microbatches) <= step * (1 + 1e-9)
+        return pattern
+
+    class Watched(periodic._Periodic):
+        def __init__(self, *question: Any) -> None:
+            super().__init__(*question)
+            searches.append(self)
+
+    searches: list[Watched] = []
+    monkeypatch.setattr(periodic, "periodic_pattern", counted)
+    monkeypatch.setattr(periodic, "_Periodic", Watched)
+    refused = spared = 0
+    for seed in range(12):
+        draw = random.Random(seed)
+        profile = timed([draw.uniform(0.2, 5.0) for _ in range(3 + seed % 3)], seed)
+        devices, link, run = draw.choice((2, 3)), draw.choice((Link(), LINK)), RunShape(3 + seed % 3, "1f1b", False)
+        static = sum(row.static_bytes or 0 for row in profile.layers)
+        capacity = static if seed == 3 else (None, 1000 * static)[seed % 2]
+        problem = Problem.of(profile, devices, capacity, run, link)
+        programs.clear()
+        whole, most = periodic.periodic_plan(problem), len(programs)
+        assert whole.step_seconds is not None
+        for part in (0.5, 1.0, 1.1):
+            programs.clear()
+            longest, answer = part * whole.step_seconds, None
+            try:
+                answer = periodic.periodic_plan(dataclasses.replace(problem, longest=longest))
+            except CapslogError:
+                refused += 1
+            assert answer is not None or part <= 1.0
+            assert answer is None or part > 1.0 or (answer.step_seconds or 0.0) >= longest * (1 - 1e-9)
+            assert answer is None or part < 1.0 or (answer.stages, answer.actions) == (whole.stages, whole.actions)
+            assert len(programs) <= most
+            assert capacity != static or len(programs) == most, "less memory may give a faster plan"
+            spared += most - len(programs)
+    assert refused >= 8, "plans are left out where memory limits none"
+    assert spared >= 25
+    problem = dataclasses.replace(Problem.of(UNEVEN, 3, 10**12, RUN, LINK), longest=1.0)
+    with pytest.raises(CapslogError, match=r"planner madpipe has no plan with a step of less than 1 s"):
+        periodic.periodic_plan(problem)
+    costs = ChainCosts.of_profile(UNEVEN, 3, 10**12, LINK)
+    turned, even = (Allocation.of(costs, [(0, 1, lone), *MIDDLE, (3, 4, lone)]) for lone in (True, False))
+    assert turned.step_bound(costs, 24) == pytest.approx(24 * 5 + 7)
+    search = Watched(problem, range(5), 5.0)
+    assert search._is_slow(costs, "least", turned)
+    assert not search._is_slow(costs, "least", even), "with more memory there is another allocation"
 
 
 def test_its_search_ends_by_its_time_with_a_plan_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,16 @@ class Allocation:
             ranks[stage.rank] += costs.of("seconds", stage.first, stage.end)
         return max([*ranks.values(), *(costs.link_load(stage.first) for stage in self.stages[1:])])
 
+    def step_bound(self, costs: ChainCosts, microbatches: int) -> float:
+        """Return a lower bound of the seconds of a step: a rank works for each microbatch, besides the way of the first
+        to its first stage and of the last back from it.
+        """
+        work, before = dict[int, float](), dict[int, float]()
+        for stage in self.stages:
+            work[stage.rank] = work.get(stage.rank, 0.0) + costs.of("seconds", stage.first, stage.end)
+            before.setdefault(stage.rank, costs.of("seconds", 0, stage.first))
+        return max(microbatches * seconds + before[rank] for rank, seconds in work.items())
+
 
 def best_allocation(costs: ChainCosts, counting: str = "least", at_least: float = 0.0) -> Allocation | None:
     """Return the allocation of the smallest period, within `CLOSE`; None where none fits even without any overlap.

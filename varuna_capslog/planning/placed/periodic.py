@@ -26,7 +26,7 @@ from varuna_capslog.planners.madpipe import (
     shortest_pattern,
 )
 from varuna_capslog.planners.madpipe.allocation import allocation_within
-from varuna_capslog.planning.playing import with_step_seconds
+from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import check_devices, judge_by_fold
 from varuna_capslog.plans.parts import PlanStage, Units
@@ -60,7 +60,8 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
     """Return MadPipe's plan, not judged yet. Every device is taken to have the smallest capacity. For every run the
     action lists are those of the pattern, and everything is kept.
 
-    Raises CapslogError for more devices than layers, and for seconds or bytes that the profile lacks.
+    Raises CapslogError for more devices than layers, for seconds or bytes that the profile lacks, and where all plans
+    are known to take `Problem.longest` at least.
     """
     profile, devices, usable = problem.profile, problem.width, problem.usable
     check_devices(devices, profile)
@@ -77,8 +78,10 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
         if allocation is None or allocation.stages not in tried or search.lacks:
             search.weigh(costs, counting, allocation)
         tried.add(None if allocation is None else allocation.stages)
-    if search.limited and search.lacks:
+    if search.limited and search.lacks and not search.has_slower:
         search.weigh_smallest(costs)
+    if search.best is None and search.has_slower:
+        raise CapslogError(f"planner {planner} has no plan with a step of less than {problem.longest:.4g} s")
     if search.best is None:  # the plan says what it lacks
         search.weigh(unlimited, "none", best_allocation(unlimited, "none"))
     assert search.best is not None, "without a limit some stages always fit"
@@ -113,13 +116,15 @@ class _Periodic:
     """Search that keeps the best of the plans that it evaluates.
 
     bounds: for each layer of the searched chain, its first layer in the profile; last, the number of layers.
-    free: seconds of the shortest period without a limit of memory.
+    free: seconds of the shortest period without a limit of memory. has_slower: a plan that fits was left out, since its
+    step is not below `Problem.longest`.
     """
 
     def __init__(self, problem: Problem, bounds: Sequence[int], free: float) -> None:
         self.profile, self.link, self.ranks = problem.profile, problem.link, problem.devices
         self.run = dataclasses.replace(problem.run, schedule="1f1b", recompute=False)
         self.limited, self.bounds, self.free = problem.capacities is not None, bounds, free
+        self.longest, self.has_slower = problem.longest, False
         self.best: tuple[tuple[float, float], Plan] | None = None
         self._free: dict[str, tuple[Allocation, Pattern | None]] = {}  # by counting
         self.ends = time.perf_counter() + (problem.search_seconds or _SEARCH_SECONDS)
@@ -139,6 +144,9 @@ class _Periodic:
         from those of the fold, so the limit up to which plans fit is bisected. allocation: for these costs by
         `counting`; None: there is none.
         """
+        if allocation is not None and self._is_slow(costs, counting, allocation):
+            self.has_slower = True
+            return
         low, high, less = 0.0, math.inf, 0.0
         for _ in range(_ATTEMPTS):
             if self.is_over:
@@ -156,6 +164,19 @@ class _Periodic:
             between = (low + high) / 2 if low else max(high - less, high / 2)
             costs = dataclasses.replace(costs, usable=_MORE * low if math.isinf(high) else between)
             allocation = best_allocation(costs, counting)
+
+    def _is_slow(self, costs: ChainCosts, counting: str, allocation: Allocation) -> bool:
+        """Return True where all that `weigh` would simulate takes `longest` at least: more memory gives no other
+        allocation, and this one holds all microbatches in half of what there is, so that less is not tried either.
+        """
+        calls = self.run.microbatches
+        if self.longest is None or allocation.step_bound(costs, calls) * (1 + SAME) < self.longest:
+            return False
+        if costs.usable is None:
+            return True
+        free = best_allocation(dataclasses.replace(costs, usable=None), counting)
+        held = sum(costs.memory(stage.first, stage.end, calls) for stage in allocation.stages)
+        return free is not None and free.stages == allocation.stages and 2 * held <= costs.usable
 
     def _is_free(self, costs: ChainCosts, counting: str, allocation: Allocation, pattern: Pattern) -> bool:
         """True if allocation and pattern are as good as those without a limit of memory: more bytes change nothing."""
