@@ -140,6 +140,12 @@ def test_allocations_that_are_known_to_be_slow_are_left_out_and_no_others(monkey
     assert not search._is_slow(costs, "least", even), "with more memory there is another allocation"
 
 
+def test_where_nothing_fits_a_slow_plan_says_what_it_lacks_too() -> None:
+    problem = Problem.of(timed([1.0 + at / 3 for at in range(9)]), 3, 1, RUN, LINK)
+    whole = periodic.periodic_plan(problem)
+    assert periodic.periodic_plan(dataclasses.replace(problem, longest=1.0)).stages == whole.stages
+
+
 def test_its_search_ends_by_its_time_with_a_plan_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time was looked at between linear programs alone, each of which may take 20 s."""
     limits, pattern = list[float](), periodic.periodic_pattern

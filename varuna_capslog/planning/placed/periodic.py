@@ -82,7 +82,8 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
         search.weigh_smallest(costs)
     if search.best is None and search.has_slower:
         raise CapslogError(f"planner {planner} has no plan with a step of less than {problem.longest:.4g} s")
-    if search.best is None:  # the plan says what it lacks
+    if search.best is None:  # the plan says what it lacks, however slow it is
+        search.longest = None
         search.weigh(unlimited, "none", best_allocation(unlimited, "none"))
     assert search.best is not None, "without a limit some stages always fit"
     notes = ("the search has ended by its time; with a larger pipeline.search_seconds it may find a better plan",)
