@@ -239,7 +239,7 @@ def test_products_of_bfloat16_pack_nothing_where_onednn_does_not_multiply_them(m
     assert kernel_bytes(aten.mm.default, arguments, result) == arguments[1].nbytes + 5 * 1024
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert kernel_bytes(aten.mm.default, arguments, result) == 0
-    quirks = Quirks("cpu", amx=False)
+    quirks = Quirks("cpu", amx=False, brain=False)
     quirks.temporary(aten.mm.default, arguments, {}, result)
     assert not quirks.limits
 
