@@ -135,7 +135,7 @@ def test_allocations_that_are_known_to_be_slow_are_left_out_and_no_others(monkey
     costs = ChainCosts.of_profile(UNEVEN, 3, 10**12, LINK)
     turned, even = (Allocation.of(costs, [(0, 1, lone), *MIDDLE, (3, 4, lone)]) for lone in (True, False))
     assert turned.step_bound(costs, 24) == pytest.approx(24 * 5 + 7)
-    search = Watched(problem, range(5), 5.0)
+    search = Watched(problem, range(5), costs)
     assert search._is_slow(costs, "least", turned)
     assert not search._is_slow(costs, "least", even), "with more memory there is another allocation"
 

@@ -68,10 +68,7 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
     begun = time.perf_counter()
     costs = ChainCosts.of_profile(profile, devices, None if usable is None else min(usable), problem.link)
     costs, bounds = costs.merged(MOST_LAYERS)
-    unlimited = dataclasses.replace(costs, usable=None)
-    free = best_allocation(unlimited, "least" if devices > 1 else "none")
-    assert free is not None, "without a limit some stages always fit"
-    search = _Periodic(problem, bounds, free.period)
+    search = _Periodic(problem, bounds, costs)
     by_counting, tried = allocations_by_counting(costs), set[object]()
     for counting in COMPARED_COUNTINGS if devices > 1 else ("none",):
         allocation = by_counting.get(counting)
@@ -84,7 +81,7 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
         raise CapslogError(f"planner {planner} has no plan with a step of less than {problem.longest:.4g} s")
     if search.best is None:  # the plan says what it lacks, however slow it is
         search.longest = None
-        search.weigh(unlimited, "none", best_allocation(unlimited, "none"))
+        search.weigh(search.unlimited, "none", search.free_allocation("none"))
     assert search.best is not None, "without a limit some stages always fit"
     notes = ("the search has ended by its time; with a larger pipeline.search_seconds it may find a better plan",)
     return dataclasses.replace(
@@ -117,17 +114,20 @@ class _Periodic:
     """Search that keeps the best of the plans that it evaluates.
 
     bounds: for each layer of the searched chain, its first layer in the profile; last, the number of layers.
-    free: seconds of the shortest period without a limit of memory. has_slower: a plan that fits was left out, since its
-    step is not below `Problem.longest`.
+    costs: of the searched chain, with the limit of memory; `unlimited` are the same without. free: seconds of the
+    shortest period without it. has_slower: a plan that fits was left out; its step is not below `Problem.longest`.
     """
 
-    def __init__(self, problem: Problem, bounds: Sequence[int], free: float) -> None:
+    def __init__(self, problem: Problem, bounds: Sequence[int], costs: ChainCosts) -> None:
         self.profile, self.link, self.ranks = problem.profile, problem.link, problem.devices
         self.run = dataclasses.replace(problem.run, schedule="1f1b", recompute=False)
-        self.limited, self.bounds, self.free = problem.capacities is not None, bounds, free
+        self.limited, self.bounds = problem.capacities is not None, bounds
         self.longest, self.has_slower = problem.longest, False
         self.best: tuple[tuple[float, float], Plan] | None = None
-        self._free: dict[str, tuple[Allocation, Pattern | None]] = {}  # by counting
+        self.unlimited = dataclasses.replace(costs, usable=None)
+        self._free_allocations: dict[str, Allocation] = {}  # by counting
+        self._free_patterns: dict[str, Pattern | None] = {}
+        self.free = self.free_allocation("least" if costs.devices > 1 else "none").period
         self.ends = time.perf_counter() + (problem.search_seconds or _SEARCH_SECONDS)
 
     @property
@@ -159,7 +159,7 @@ class _Periodic:
             elif costs.usable is None or (pattern is not None and pattern.period <= self.free * (1 + CLOSE)):
                 return
             else:
-                if math.isinf(high) and allocation and pattern and self._is_free(costs, counting, allocation, pattern):
+                if math.isinf(high) and allocation and pattern and self._is_free(counting, allocation, pattern):
                     return
                 low = costs.usable
             between = (low + high) / 2 if low else max(high - less, high / 2)
@@ -173,25 +173,28 @@ class _Periodic:
         calls = self.run.microbatches
         if self.longest is None or allocation.step_bound(costs, calls) * (1 + SAME) < self.longest:
             return False
-        if costs.usable is None:
-            return True
-        free = best_allocation(dataclasses.replace(costs, usable=None), counting)
         held = sum(costs.memory(stage.first, stage.end, calls) for stage in allocation.stages)
-        return free is not None and free.stages == allocation.stages and 2 * held <= costs.usable
+        return costs.usable is None or (
+            2 * held <= costs.usable and self.free_allocation(counting).stages == allocation.stages
+        )
 
-    def _is_free(self, costs: ChainCosts, counting: str, allocation: Allocation, pattern: Pattern) -> bool:
+    def free_allocation(self, counting: str) -> Allocation:
+        """Return the best allocation without a limit of memory."""
+        if counting not in self._free_allocations:
+            allocation = best_allocation(self.unlimited, counting)
+            assert allocation is not None, "without a limit some stages always fit"
+            self._free_allocations[counting] = allocation
+        return self._free_allocations[counting]
+
+    def _is_free(self, counting: str, allocation: Allocation, pattern: Pattern) -> bool:
         """True if allocation and pattern are as good as those without a limit of memory: more bytes change nothing."""
-        if counting not in self._free:
-            unlimited = dataclasses.replace(costs, usable=None)
-            free_allocation = best_allocation(unlimited, counting)
-            assert free_allocation is not None, "without a limit some stages always fit"
+        calls, free = self.run.microbatches, self.free_allocation(counting)
+        if counting not in self._free_patterns:
             seconds = self._program_seconds()
-            free_pattern = periodic_pattern(unlimited, free_allocation, self.run.microbatches, seconds)
-            self._free[counting] = free_allocation, free_pattern
-        free_allocation, free_pattern = self._free[counting]
-        if free_pattern is None or free_allocation.stages != allocation.stages:
+            self._free_patterns[counting] = periodic_pattern(self.unlimited, free, calls, seconds)
+        free_pattern = self._free_patterns[counting]
+        if free_pattern is None or free.stages != allocation.stages:
             return False
-        calls = self.run.microbatches
         return pattern.step_seconds(calls) <= free_pattern.step_seconds(calls) * (1 + CLOSE)
 
     def _program_seconds(self) -> float:
