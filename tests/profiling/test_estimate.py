@@ -265,7 +265,7 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
 def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes(
     amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "Quirks", functools.partial(Quirks, amx=amx, brain=True, half=not amx))
+    monkeypatch.setattr(estimate, "Quirks", functools.partial(Quirks, amx=amx, bfloat16=True, half=not amx))
     low = estimate_workload(Blocks((1, 1)), RunConditions(precision="bfloat16", device="cpu"))
     assert low.conditions["limits"] == ["16-bit convolutions on the CPU"]
     assert list(LIMITS) == [

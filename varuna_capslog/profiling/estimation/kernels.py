@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -74,30 +75,6 @@ class _ByColumns(NamedTuple):
     of_weights: bool = False
 
 
-def _by_columns(sides: Sequence[_Side], channels: int, features: int, groups: int, last: bool) -> _ByColumns:
-    """Return what is made from columns. channels, features: of one group. last: the channels lie together."""
-    if all(side.kernel == 1 for side in sides) and groups == 1:
-        return _ByColumns()
-    spread, strided = any(side.apart != 1 for side in sides), any(side.step != 1 for side in sides)
-    if _block_channels() == _WIDE:  # dilated kernels that lie mostly in the padding
-        spread = spread and groups == 1
-        beyond_input = spread and any(side.size < side.before for side in sides)
-        beyond_output = spread and any(side.made <= 2 * side.before for side in sides)
-        return _ByColumns(beyond_input, beyond_input, beyond_output)
-    # without AVX-512: init_conf in oneDNN's jit_avx2_conv_kernel_f32.cpp and jit_uni_dw_conv_kernel_utils.hpp
-    height, width = sides
-    exceeds = height.kernel > height.size
-    if groups > 1 and channels == features == 1:
-        return _ByColumns(of_weights=exceeds if last else not all(side.is_small for side in sides))
-    if groups > 1 and not last and (channels % _NARROW or features % _NARROW):
-        return _ByColumns(True, not strided, True)
-    outside = any(side.is_outside for side in sides)
-    forward = outside or width.before > min(3, width.made)
-    forward = forward or (width.kernel > 7 and strided and any(side.before for side in sides))
-    of_weights = outside or spread or exceeds or width.kernel >= 14 or (groups > 1 and channels == 3)
-    return _ByColumns(forward, outside or (spread and strided), of_weights)
-
-
 class _Convolution:
     """Sizes of one convolution in bytes: plain, in the layout for oneDNN (taken), and padded to blocks of channels."""
 
@@ -108,11 +85,11 @@ class _Convolution:
         batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
         cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
         whole_channels, whole_features = round_up(channels, block), round_up(features, block)
+        self.image, self.weights = x, w
         self.cells, self.block, self.groups = cells_out, block, groups
         self.sides = sides = [
             _Side(*numbers) for numbers in zip(x.shape[2:], spatial, w.shape[2:], *options[:3], strict=True)
         ]
-        self.by_columns = _by_columns(sides, w.shape[1], features // groups, groups, not x.is_contiguous())
         self.aligned = channels % block == 0 and features % block == 0
         self.narrow = channels < block
         self.x, self.w, self.y = (part * size for part in (x.numel(), w.numel(), batch * features * cells_out))
@@ -134,7 +111,7 @@ class _Convolution:
             self.sampled_part = min(whole_channels, 8 * block) * cells_out * size + 128
         if self.strided and block == _WIDE:
             self.scratch = self.y_taken // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH
-        elif self.strided and not _depthwise(w, groups):
+        elif self.strided and not self.depthwise:
             # one gradient with as many more rows and columns as the kernel reaches, and more where steps do not fit
             image = math.prod(side.made + (side.kernel - 1) // side.step for side in sides) * features * size
             uneven = any(side.size % side.step for side in sides)
@@ -156,17 +133,52 @@ class _Convolution:
         return any(side.apart != 1 for side in self.sides)
 
     @property
+    def depthwise(self) -> bool:
+        """True where each channel is a group, with one feature."""
+        return self.groups > 1 and self.weights.shape[:2] == (self.groups, 1)
+
+    @property
+    def lies_last(self) -> bool:
+        """True where the channels of the image lie together."""
+        return not self.image.is_contiguous()
+
+    @cached_property
+    def by_columns(self) -> _ByColumns:
+        """What is made from columns."""
+        sides = self.sides
+        if self.pointwise and self.groups == 1:
+            return _ByColumns()
+        if self.block == _WIDE:  # dilated kernels that lie mostly in the padding
+            spread = self.dilated and self.groups == 1
+            beyond_input = spread and any(side.size < side.before for side in sides)
+            beyond_output = spread and any(side.made <= 2 * side.before for side in sides)
+            return _ByColumns(beyond_input, beyond_input, beyond_output)
+        # without AVX-512: init_conf in oneDNN's jit_avx2_conv_kernel_f32.cpp and jit_uni_dw_conv_kernel_utils.hpp
+        height, width = sides
+        exceeds = height.kernel > height.size
+        if self.depthwise:
+            return _ByColumns(of_weights=exceeds if self.lies_last else not all(side.is_small for side in sides))
+        channels, features = self.weights.shape[1], self.weights.shape[0] // self.groups
+        if self.groups > 1 and not self.lies_last and (channels % _NARROW or features % _NARROW):
+            return _ByColumns(True, not self.strided, True)
+        outside = any(side.is_outside for side in sides)
+        forward = outside or width.before > min(3, width.made)
+        forward = forward or (width.kernel > 7 and self.strided and any(side.before for side in sides))
+        of_weights = outside or self.dilated or exceeds or width.kernel >= 14 or (self.groups > 1 and channels == 3)
+        return _ByColumns(forward, outside or (self.dilated and self.strided), of_weights)
+
+    @property
     def room(self) -> int:
         """Most bytes of scratch for a backward (scratchpad_limit in oneDNN's gemm_convolution_utils.cpp)."""
         return min(_MOST_SCRATCH, 15 * (self.x + self.w + self.y))
 
-    def copied(self, x: Tensor, parts: int, whole: int) -> int:
+    def copied(self, parts: int, whole: int) -> int:
         """Return the bytes of torch's own kernel beside the columns: for several groups `parts` where those of a group
         do not lie in one piece, else `whole`; for one group the weights, where they do not lie as the image does.
         """
         if self.groups == 1:
-            return 0 if x.is_contiguous() or self.pointwise else self.w
-        return whole if x.shape[0] == 1 and x.is_contiguous() else parts
+            return self.w if self.lies_last and not self.pointwise else 0
+        return parts if self.lies_last or self.image.shape[0] > 1 else whole
 
     def columns_at_once(self, beside: int, share: float) -> int:
         """Return the bytes of the columns that a backward makes at a time: all, or `share` of those for which there is
@@ -178,6 +190,38 @@ class _Convolution:
         column = columns // self.cells
         return column * max(self.block, int(room // column * share))
 
+    def whole_features(self) -> int:
+        """Return the features of a group in whole blocks, as of the weights of a forward."""
+        features = self.weights.shape[0] // self.groups
+        if self.block == _NARROW:
+            return _in_registers(features)
+        return _WIDE if features <= _WIDE else round_up(features, 2 * _WIDE)
+
+    def whole_channels(self) -> int:
+        """Return the channels of a group in whole blocks, as of the weights for the gradient of the input."""
+        channels = self.weights.shape[1]
+        return round_up(channels, _WIDE) if self.block == _WIDE else _in_registers(channels)
+
+    def blocked(self) -> int:
+        """Return bytes of weights in whole blocks; fewer channels than a block are not padded."""
+        block, groups = self.block, self.groups
+        features, channels, *window = self.weights.shape
+        cells = math.prod(window) * self.weights.itemsize
+        if self.depthwise:
+            return round_up(features, block) * cells
+        if groups > 1:
+            return groups * round_up(channels, block) * round_up(features // groups, block) * cells
+        return (channels if channels < block else round_up(channels, block)) * round_up(features, block) * cells
+
+
+def _in_registers(count: int) -> int:
+    """Return channels or features in whole blocks without AVX-512."""
+    if count <= 2 * _NARROW:
+        return round_up(count, _NARROW)
+    # of three or four registers; where they differ little a score decides, and the larger number is counted
+    fewer, more = sorted(round_up(count, number * _NARROW) for number in (3, 4))
+    return more if 8 * more <= 9 * fewer else fewer
+
 
 _SCRATCH = 40 << 10
 _MOST_SCRATCH = 1 << 30
@@ -187,10 +231,6 @@ _CACHE = 1 << 20
 _SMALL_BATCH = 16
 """Number of images from which on oneDNN also computes kernels of one element; with fewer images it does so only with
 several threads, and workers have one thread (use_mkldnn, ATen/native/Convolution.cpp)."""
-
-
-def _depthwise(w: Tensor, groups: int) -> bool:
-    return groups > 1 and w.shape[0] == groups and w.shape[1] == 1
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -205,33 +245,33 @@ def _bytes(tensor: Tensor) -> int:
 _FORWARD_SCRATCH, _BACKWARD_SCRATCH = 2 * _PAGE + 24, 2 * _PAGE + 152
 
 
-def forward_bytes(c: _Convolution, x: Tensor, w: Tensor, bias: Tensor | None) -> int:
+def forward_bytes(c: _Convolution, bias: Tensor | None) -> int:
     """Return bytes of weights, plain (not for kernels of one element) and blocked, of a bias copy, and of scratch."""
-    groups, features = c.groups, w.shape[0]
-    held = 0 if bias is None else features * x.itemsize
-    if _depthwise(w, groups):
-        return _blocked(w, groups) + held
-    if groups > 1 and c.block == _WIDE:
+    held = 0 if bias is None else _bytes(bias)
+    if c.depthwise:
+        return c.blocked() + held
+    if c.groups > 1 and c.block == _WIDE:
         return 2 * c.w + held
-    blocks = c.w // (features // groups) * _whole_features(features // groups)
+    blocks = c.w // (c.weights.shape[0] // c.groups) * c.whole_features()
     return blocks + held + _FORWARD_SCRATCH + (0 if c.pointwise else c.w)
 
 
-def backward_bytes(c: _Convolution, gradient: Tensor, x: Tensor, w: Tensor, mask: Sequence[bool]) -> int:
+def backward_bytes(c: _Convolution, gradient: Tensor, mask: Sequence[bool]) -> int:
     """Return bytes of a backward: first the gradient of the input, from weights in blocks; then the gradient of the
     weights, summed in blocks. mask: True for the gradients that are made: of input, weights, bias.
     """
-    groups, features = c.groups, w.shape[0]
-    plain, blocks = c.w, _blocked(w, groups)
-    results = (plain if mask[1] else 0) + (features * x.itemsize if mask[2] else 0)
+    groups, features, channels = c.groups, *c.weights.shape[:2]
+    plain, blocks = c.w, c.blocked()
+    of_bias = features * c.weights.itemsize if mask[2] else 0
+    results = (plain if mask[1] else 0) + of_bias
     of_input = of_weights = 0
     if mask[0]:
-        if _depthwise(w, groups):
+        if c.depthwise:
             of_input = blocks
         elif groups > 1 and c.block == _WIDE:
             of_input = 2 * plain
         else:
-            of_input = plain // w.shape[1] * _whole_channels(w.shape[1]) + (0 if c.pointwise else plain)
+            of_input = plain // channels * c.whole_channels() + (0 if c.pointwise else plain)
             if not c.strided:
                 of_input += _BACKWARD_SCRATCH
             elif c.block == _WIDE:
@@ -239,49 +279,19 @@ def backward_bytes(c: _Convolution, gradient: Tensor, x: Tensor, w: Tensor, mask
             else:
                 of_input += c.columns // groups if c.by_columns.of_input else c.scratch
     if mask[1]:
-        by_columns = 4 * plain + (c.columns + c.x // x.shape[0]) // groups
+        by_columns = 4 * plain + (c.columns + c.x // c.image.shape[0]) // groups
         if c.block == _NARROW and c.by_columns.of_weights and by_columns <= c.room:
             of_weights = plain + by_columns
-        elif _depthwise(w, groups):
+        elif c.depthwise:
             of_weights = blocks + plain if all(side.is_small for side in c.sides) else (c.block**2 + 1) * plain
         else:
             of_weights = blocks + (1 if c.pointwise else 2) * plain
             if c.block == _NARROW:
                 of_weights = max(of_weights, blocks + c.sampled - plain)
-        of_weights += features * x.itemsize if mask[2] else 0
+        of_weights += of_bias
     copied = 0 if gradient.is_contiguous(memory_format=torch.channels_last) else _bytes(gradient)
     # the result for the input's gradient exists from the beginning, the other results once that gradient is computed
     return copied + max(0, of_input - results, of_weights)
-
-
-def _whole_features(features: int) -> int:
-    """Return the features of a forward's weights in whole blocks."""
-    if _block_channels() == _NARROW:
-        return _whole_channels(features)
-    return _WIDE if features <= _WIDE else round_up(features, 2 * _WIDE)
-
-
-def _whole_channels(channels: int) -> int:
-    """Return the channels in whole blocks of the weights from which the gradient of the input is made."""
-    if _block_channels() == _WIDE:
-        return round_up(channels, _WIDE)
-    if channels <= 2 * _NARROW:
-        return round_up(channels, _NARROW)
-    # of three or four registers; where they differ little a score decides, and the larger number is counted
-    fewer, more = sorted(round_up(channels, count * _NARROW) for count in (3, 4))
-    return more if 8 * more <= 9 * fewer else fewer
-
-
-def _blocked(w: Tensor, groups: int) -> int:
-    """Return bytes of weights in whole blocks; fewer channels than a block are not padded."""
-    block = _block_channels()
-    features, channels, *window = w.shape
-    cells = math.prod(window) * w.itemsize
-    if _depthwise(w, groups):
-        return round_up(features, block) * cells
-    if groups > 1:
-        return groups * round_up(channels, block) * round_up(features // groups, block) * cells
-    return (channels if channels < block else round_up(channels, block)) * round_up(features, block) * cells
 
 
 # -- all other kernels of torch on a CPU
@@ -348,9 +358,9 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
         return 0
     c = _Convolution(x, w, result.shape[2:], options)
     if backend == "columns":
-        return c.columns // c.groups + c.copied(x, max(c.y, c.x // c.groups), c.y)
-    if not x.is_contiguous():
-        return forward_bytes(c, x, w, args[2])
+        return c.columns // c.groups + c.copied(max(c.y, c.x // c.groups), c.y)
+    if c.lies_last:
+        return forward_bytes(c, args[2])
     if c.by_columns.forward:
         return max(min(c.columns // c.groups, _CACHE), c.y)
     return max(0, c.sampled + c.x_taken + c.w_taken + c.y_taken - c.y, c.sampled + c.y_taken)
@@ -365,15 +375,15 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
     c = _Convolution(x, w, gradient.shape[2:], options)
     x_out, w_out = (c.x if mask[0] else 0), (c.w if mask[1] else 0)
     if backend == "columns":
-        return c.columns // c.groups + c.copied(x, max(x_out + w_out, (c.x + c.y) // c.groups), x_out + w_out)
-    if not x.is_contiguous():
-        return backward_bytes(c, gradient, x, w, mask)
+        return c.columns // c.groups + c.copied(max(x_out + w_out, (c.x + c.y) // c.groups), x_out + w_out)
+    if c.lies_last:
+        return backward_bytes(c, gradient, mask)
     peak = 0
     if mask[0]:
         peak = max(c.y_taken + c.w_padded + c.x_padded + c.scratch, c.x_padded + c.x)
         if c.by_columns.of_input:
             peak = x_out + max(c.columns_at_once(0, _INPUT_SHARE), c.x)
-        elif c.strided and (c.groups == 1 or (c.block == _NARROW and not _depthwise(w, c.groups))):
+        elif c.strided and (c.groups == 1 or (c.block == _NARROW and not c.depthwise)):
             peak = max(peak, 3 * c.x)
     if mask[1]:
         if c.by_columns.of_weights:

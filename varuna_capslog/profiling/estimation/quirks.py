@@ -203,14 +203,14 @@ class Quirks:
 
     device: "cpu" or "cuda"; CapslogError for others. gpu: kind of GPU (`base.gpus`); "" for no particular kind.
     amx: True where the CPU multiplies bfloat16 matrices in AMX tiles.
-    brain, half: True where oneDNN multiplies bfloat16, float16 matrices on the CPU; torch's own kernels copy nothing.
+    bfloat16, half: True where oneDNN multiplies bfloat16, float16 matrices on the CPU; torch's kernels copy nothing.
     lasting: bytes of each workspace that was allocated and stays. limits: names in `LIMITS` that apply to the run.
     """
 
     device: str
     gpu: str = ""
     amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
-    brain: bool = field(default_factory=torch.ops.mkldnn._is_mkldnn_bf16_supported)
+    bfloat16: bool = field(default_factory=torch.ops.mkldnn._is_mkldnn_bf16_supported)
     half: bool = field(default_factory=torch.ops.mkldnn._is_mkldnn_fp16_supported)
     lasting: list[int] = field(default_factory=list)
     limits: set[str] = field(default_factory=set)
@@ -253,7 +253,7 @@ class Quirks:
             return on_cuda(args, result, self.kind)
         if func in _CONVOLUTIONS and args[1].itemsize == 2:
             self.limits.add(_LOW_CONVOLUTIONS)
-        if self.brain and not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
+        if self.bfloat16 and not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
             self.limits.add(_LOW_PRODUCTS)
         if self.half and func in _GEMMS and args[1].dtype == torch.float16:
             self.limits.add(_HALF_PRODUCTS)
