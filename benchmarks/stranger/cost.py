@@ -55,16 +55,19 @@ def beside(send: Callable[[], None], read: Callable[[], None]) -> float:
     return time.process_time() - began
 
 
+def fill(room: memoryview, line: socket.socket, flags: int = 0) -> None:
+    """Read until `room` is full. Raises EOFError where the stream ends before."""
+    while room:
+        count = line.recv_into(room, 0, flags)
+        if count == 0:
+            raise EOFError("the other side has not ended")
+        room = room[count:]
+
+
 def plain() -> float:
     client, accepted = pair()
     room = memoryview(bytearray(SIZE))
-
-    def read() -> None:
-        view = room
-        while view:
-            view = view[accepted.recv_into(view, 0, socket.MSG_WAITALL) :]
-
-    return beside(lambda: client.sendall(DATA), read)
+    return beside(lambda: client.sendall(DATA), lambda: fill(room, accepted, socket.MSG_WAITALL))
 
 
 def trusted() -> float:
@@ -110,13 +113,7 @@ def tls_pair() -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
 def tls() -> float:
     client, accepted = tls_pair()
     room = memoryview(bytearray(SIZE))
-
-    def read() -> None:
-        view = room
-        while view:
-            view = view[accepted.recv_into(view) :]
-
-    return beside(lambda: client.sendall(DATA), read)
+    return beside(lambda: client.sendall(DATA), lambda: fill(room, accepted))
 
 
 def fails_both_ways(encrypted: bool) -> bool:
@@ -129,19 +126,12 @@ def fails_both_ways(encrypted: bool) -> bool:
         except (OSError, EOFError) as error:
             failed.append(error)
 
-    def read(line: ssl.SSLSocket) -> None:
-        view = memoryview(bytearray(SIZE))
-        while view:
-            count = line.recv_into(view)
-            if count == 0:
-                raise EOFError("the other side has not ended")
-            view = view[count:]
-
     calls: list[Callable[[], object]] = []
     if encrypted:
         for line in tls_pair():
             line.settimeout(LIMIT)
-            calls += [lambda line=line: line.sendall(DATA), lambda line=line: read(line)]
+            room = memoryview(bytearray(SIZE))
+            calls += [lambda line=line: line.sendall(DATA), lambda line=line, room=room: fill(room, line)]
     else:
         client, accepted = pair()
         for end in (Connection(client, b"a" * 32, b"b" * 32), Connection(accepted, b"b" * 32, b"a" * 32)):
