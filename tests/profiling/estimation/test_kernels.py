@@ -171,6 +171,17 @@ def test_convolutions_without_avx512(x, weight, stride, padding, dilation, form)
         check(aten.convolution_backward.default, (gradient, pixels, kernel, None, *common, mask))
 
 
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["planes", "channels last"])
+def test_a_small_image_alone_has_columns_of_torch_and_weights_that_lie_as_it_does(form):
+    pixels, kernel = torch.randn(1, 128, 8, 8).to(memory_format=form), torch.randn(48, 128, 3, 3)
+    common = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert torch._C._select_conv_backend(pixels, kernel, None, *common, None).name == "Slow2d"
+    check(aten.convolution.default, (pixels, kernel, None, *common))
+    gradient = torch.randn_like(aten.convolution(pixels, kernel, None, *common))
+    for mask in ([True, True, False], [False, True, False]):
+        check(aten.convolution_backward.default, (gradient, pixels, kernel, None, *common, mask))
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_norms_and_upsampling_copy_what_does_not_lie_as_they_need_it(last):
     form = torch.channels_last if last else torch.contiguous_format
