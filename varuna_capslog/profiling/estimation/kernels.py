@@ -144,7 +144,7 @@ class _Convolution:
 
     @cached_property
     def by_columns(self) -> _ByColumns:
-        """What is made from columns."""
+        """Parts of this convolution that oneDNN makes from columns."""
         sides = self.sides
         if self.pointwise and self.groups == 1:
             return _ByColumns()
