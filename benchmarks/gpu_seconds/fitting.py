@@ -20,14 +20,16 @@ from varuna_capslog.profiling.estimation.rates import CLASSES, Speed
 __all__ = ["Errors", "by_table", "errors", "fitted", "rank", "seconds_by"]
 
 EXPECTED = {
-    "product half": 1.15, "product half even": 3.5, "product half odd": 7.0, "product tf32": 1.4,
-    "product tf32 columns": 1.4, "product float32": 1.1, "product bytes": 1.0, "attention half": 2.0,
-    "attention float32": 1.6, "convolution half": 1.8, "convolution tf32": 2.5, "convolution float32": 2.0,
+    "product half": 1.15, "product half even": 3.5, "product half odd": 7.0, "product tf32": 1.2,
+    "product tf32 columns": 1.2, "product float32": 1.1, "product bytes": 0.2, "attention flash": 1.2,
+    "attention cudnn": 0.9, "attention efficient": 2.0, "attention float32": 1.0, "scores": 0.08,
+    "convolution half": 1.8, "convolution tf32": 2.5, "convolution float32": 2.0, "grouped last": 6.5,
     "conversion": 0.3, "conversion bytes": 2.5, "depthwise": 25.0, "depthwise cudnn": 9.0, "depthwise last": 12.0,
     "depthwise last half": 5.0, "bytes": 1.25, "batch norm": 0.5, "batch norm last": 0.3, "batch norm backward": 1.0,
     "batch norm backward last": 0.3, "batch norm bfloat16": 1.6, "batch norm bfloat16 last": 1.2,
-    "batch norm backward bfloat16": 2.6, "batch norm backward bfloat16 last": 0.6, "norm": 0.7, "norm backward": 1.4,
-    "softmax": 0.2, "reduced": 0.4, "indexed": 0.5, "strided": 0.9, "broadcast": 0.3, "launch": 5e-6,
+    "batch norm backward bfloat16": 2.6, "batch norm backward bfloat16 last": 0.6, "norm": 0.15,
+    "norm backward": 0.48, "softmax": 0.2, "reduced": 0.4, "indexed": 0.5, "strided": 0.9, "broadcast": 0.3,
+    "launch": 5e-6,
 }  # fmt: skip
 """Of a class, whatever the card: rounded values of single kernels on an H200 and of first fits."""
 PULL = 0.3

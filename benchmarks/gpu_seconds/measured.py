@@ -23,6 +23,9 @@ _aten = torch.ops.aten
 _TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHORTEST = 15e-6
 """Of operators that constants are fitted to: below, a kernel hardly takes longer than its start."""
+_LIMITED_BY_MEMORY = frozenset({"ew", "cast", "cp", "bn", "gn", "pool", "up", "sm", "red", "ln", "rms", "emb", "ce"})
+_OF_START = 0.3
+"""Part of the time of a launch that they need in a CUDA graph, in which short kernels were measured: 2 us."""
 _OF_HOST = 0.6
 """Part of a step that the host needs to launch it, above which constants are not fitted to it."""
 
@@ -48,6 +51,8 @@ def operator_rows(cache: Cache) -> Iterator[Row]:
         for row, operator_trace in zip(rows, traced, strict=True):
             tf32 = row.get("dt") == "tf32"
             work = count(speed, operator_trace, tf32=tf32, tf32_images=tf32)
+            if kind in _LIMITED_BY_MEMORY:
+                work["launch"] *= _OF_START
             family, name = _family(kind, row), f"{kind} {[value for key, value in row.items() if key != 'seconds']}"
             learnt = kind in ("mm", "bmm") or kind.startswith("conv")
             fits = learnt and row["seconds"] >= _SHORTEST and not (kind.startswith("conv") and row["dt"] == "fp32")
@@ -103,9 +108,9 @@ def _described(kind: str, row: Mapping[str, Any]) -> list[Any]:
     name = {"flash": "flash", "efficient": "efficient", "cudnn_attn": "cudnn"}[kind]
     name = f"aten::_scaled_dot_product_{name}_attention"
     if row.get("op") == "b":
-        extra = [heads, sums, 0.0, row["causal"]]
+        extra = [heads, sums, None, None, row["s"], row["s"], 0.0, row["causal"]]
         if kind == "efficient":
-            extra = [None, heads, sums, 0.0, ["list", [True, True, True, False]], row["causal"]]
+            extra = [None, heads, sums, None, None, 0.0, ["list", [True, True, True, False]], row["causal"]]
         return [f"{name}_backward.", [heads, heads, heads, heads, *extra], {}, ["list", [heads] * 3]]
     settings = {"flash": [0.0, row["causal"], False], "efficient": [None, True, 0.0, row["causal"]]}
     extra = settings.get(kind, [None, True, 0.0, row["causal"], False])

@@ -115,7 +115,12 @@ def test_memory_operators_count_what_they_move_and_their_elements() -> None:
     assert work(aten.cat.default, [x, x])["bytes"] == 4 * 25600
     assert work(aten.relu_.default, x) == {"bytes": 2 * 25600, "launch": 1}
     assert work(aten.t.default, x) == {} == work(aten.empty_like.default, x)
-    assert work(aten.native_layer_norm.default, x, [100], None, None, 1e-5)["norm"] == 64 * 384
+    assert work(aten._unsafe_view.default, x, [6400]) == {}
+    assert work(aten.zeros_like.default, x) == {"bytes": 25600, "launch": 1} == work(aten.fill_.Scalar, x, 1.0)
+    assert work(aten.copy_.default, x, x)["bytes"] == 2 * 25600
+    # exchanging moments takes a row's threads as long as 2,000 elements, a sum of squares 300
+    assert work(aten.native_layer_norm.default, x, [100], x[0], x[0], 1e-5)["norm"] == 64 * 2100
+    assert work(aten.native_layer_norm.default, x, [100], x[0], None, 1e-5)["norm"] == 64 * 400
     assert work(aten._softmax.default, x, -1, False)["softmax"] == 6400
     assert work(aten.embedding.default, x, torch.zeros(7, dtype=torch.long, device="meta"))["bytes"] == 2 * 2800
 
@@ -141,18 +146,28 @@ def test_an_update_moves_what_its_lists_hold() -> None:
         optimizer.step()
     # parameters and two moments are read and written, gradients read
     assert seen["bytes"] == pytest.approx(7 * 3 * 4000, rel=0.2)
+    assert seen["launch"] == 1
+    many = [meta(10)] * 300
+    assert work_of(aten._foreach_add_.List, [many, many], {}, None)["launch"] == 8  # 900 places, 128 of a launch
 
 
 def test_attention_counts_half_of_a_causal_matrix_in_blocks() -> None:
-    query = meta(2, 4, 100, 64, dtype=HALF)
+    """The blocks on the diagonal, which are masked, count one and a half times."""
     flash = aten._scaled_dot_product_flash_attention.default
-    full = work(flash, query, query, query, 0.0, False)["attention half"]
-    assert full == 4 * 2 * 4 * 64 * 128 * 128
-    assert work(flash, query, query, query, 0.0, True)["attention half"] == full / 2
+    for tokens, part in ((100, 1.0), (256, 1.0), (1024, 5 / 8), (8192, 33 / 64)):
+        query, blocks = meta(2, 4, tokens, 64, dtype=HALF), -(-tokens // 128)
+        full = work(flash, query, query, query, 0.0, False)
+        causal = work(flash, query, query, query, 0.0, True)
+        assert full["attention flash"] == 4 * 64 * full["scores"] == 4 * 64 * 2 * 4 * (128 * blocks) ** 2
+        assert causal["attention flash"] == part * full["attention flash"]
+    narrow = work(flash, *[meta(2, 4, 100, 32, dtype=HALF)] * 3, 0.0, False)
+    assert narrow["attention flash"] == 4 * 2 * 4 * 64 * 128 * 128
     efficient = aten._scaled_dot_product_efficient_attention.default
     for keeps in (False, True):  # whether the sums for the backward are computed, which is another argument
-        assert work(efficient, query, query, query, None, keeps, 0.0, False)["attention half"] == full
-        assert work(efficient, query, query, query, None, keeps, 0.0, True)["attention half"] == full / 2
+        assert (
+            work(efficient, query, query, query, None, keeps, 0.0, True)["attention efficient"]
+            == part * (work(efficient, query, query, query, None, keeps, 0.0, False)["attention efficient"])
+        )
 
 
 def test_a_likelihood_reads_one_number_of_each_row_and_writes_whole_gradients() -> None:

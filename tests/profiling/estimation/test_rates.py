@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from varuna_capslog.base.gpus import GPUS
+from varuna_capslog.profiling.estimation.operators import Work
 from varuna_capslog.profiling.estimation.rates import CLASSES, GROUPS, HOST_SECONDS, Speed, speed_of
 
 
@@ -31,7 +32,23 @@ def test_bfloat16_is_faster_by_less_than_the_sheets_rates() -> None:
 def test_small_operators_take_as_long_as_the_host_needs_to_launch_them() -> None:
     speed = speed_of("cuda", "h200")
     assert speed.seconds({"bytes": 1000.0, "launch": 10}) == pytest.approx(10 * HOST_SECONDS)
-    assert speed.seconds({"bytes": 1e12, "launch": 10}) == pytest.approx(1.16e12 / 4.8e12 + 10 * 5e-6)
+    assert speed.seconds({"bytes": 1e12, "launch": 10}) == pytest.approx(1.13e12 / 4.8e12 + 10 * 7.5e-6)
+
+
+def test_arithmetic_hides_the_bytes_of_a_product() -> None:
+    """Products of scores were too fast where memory limits them, and large ones too slow."""
+    speed = speed_of("cuda", "a100-40gb")
+    for inner, exposed in ((64, True), (4096, False)):
+        first, second = (
+            torch.empty(*shape, dtype=torch.float16, device="meta") for shape in ((4096, inner), (inner, 4096))
+        )
+        work: Work = {}
+        speed.count(work, torch.ops.aten.mm.default, [first, second], {}, first @ second)
+        moved = 2 * (4096 * 4096 + 2 * 4096 * inner)
+        assert ("bytes" in work) is exposed
+        assert work["product bytes"] + work.get("bytes", 0) == pytest.approx(moved)
+        arithmetic = work["product half"] * speed.seconds_of["product half"]
+        assert work["product bytes"] * speed.seconds_of["bytes"] <= arithmetic * (1 + 1e-9)
 
 
 def test_every_class_has_a_group_and_a_unit() -> None:

@@ -27,13 +27,20 @@ Work = dict[str, float]
 Halves = tuple[torch.dtype, ...]
 _HALF: Halves = (torch.float16, torch.bfloat16)
 
-_FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "as_strided_", "resize_"})
+_FREE = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "as_strided_", "resize_", "_unsafe_view",
+     "_record_function_enter_new", "_record_function_exit"}
+)  # fmt: skip
+"""Operators without a kernel although no schema says so: allocations, views that autograd treats as results, marks."""
 _SHIFTED = frozenset({"slice_backward", "select_backward", "constant_pad_nd", "roll", "flip"})
 """Copies that compute the source index of every element."""
 _COPIES = _SHIFTED | {
-    "_to_copy", "clone", "copy_", "cat", "stack", "im2col", "col2im", "upsample_nearest2d", "upsample_bilinear2d",
-    "upsample_nearest2d_backward", "upsample_bilinear2d_backward", "reflection_pad2d", "reflection_pad2d_backward",
+    "_to_copy", "clone", "copy_", "cat", "stack", "im2col", "col2im", "reflection_pad2d", "reflection_pad2d_backward"
 }  # fmt: skip
+_WRITES = frozenset(
+    {"fill_", "zero_", "copy_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+)
+"""Operators that do not read their first tensor."""
 _COMPUTED = frozenset({"masked_fill", "masked_fill_", "native_dropout", "bernoulli_"})
 """Elementwise, with a mask or a random number for each element."""
 _GATHERS = frozenset({"index", "embedding", "gather", "index_select"})
@@ -43,9 +50,9 @@ _SCATTERS = frozenset(
 )  # fmt: skip
 _REDUCTIONS = frozenset(
     {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "norm", "linalg_vector_norm", "norm_in_pieces",
-     "cumsum", "argmax", "argmin", "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices",
-     "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
+     "cumsum", "argmax", "argmin", "topk", "sort", "_adaptive_avg_pool2d"}
 )  # fmt: skip
+_POOLS = frozenset({"avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward"})
 _NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "_weight_norm")
 """Parts of the names of norms; `normal_`, `renorm` and `linalg_vector_norm` are none."""
 _GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
@@ -54,8 +61,28 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", *_GROUPED, "_scaled_mm",
 
 _TILE, _DEPTH = 32, 16
 """Rows and columns of a tile of 16-bit and TF32 products, and the tile's depth; half of both in float32."""
-_BLOCK = 128
-"""Queries and keys in a block of fused attention."""
+_BLOCK, _WIDTH = 128, 64
+"""Queries and keys in a block of fused attention, and the least width of a head."""
+_SCORES = {"flash": 1, "cudnn": 1, "efficient": 4, "float32": 12}
+"""Time of a score in a kernel of attention, relative to flash attention."""
+_TOGETHER = 32
+"""Elements of a row that threads read together."""
+_LINE = 128
+"""Elements between neighbours from which on they are read from different lines of memory."""
+_SHORT, _FEW = 128, 768
+"""Elements of a row of a sum, and outputs that lie together, for which a processor has threads."""
+_POINTERS = 128
+"""Tensors of which a launch knows the places (MultiTensorApply.cuh)."""
+
+# measured on an H200, as so many elements of the same class, or launches
+_ROW, _ROW_OF_SQUARES = 2000, 300  # in which threads exchange mean and variance of a row, or a sum of squares
+_MOMENTS = (5, 3)  # of a group norm, forward and backward, which reads one element after the other
+_ROW_SUMS = 8  # of a gradient of an embedding, whose equal rows are summed in two steps
+_SORT_LAUNCHES = 7  # of a scatter that finds equal rows
+_SORT_READS = 8  # of a sort, or the search of the largest elements
+_RUNNING = 4000  # of a row of running sums, at least, and 3 for each element
+_PLANE = 100_000  # of an image and channel of a bilinear interpolation in ordinary layout
+_TAPS = 4  # of an interpolation between elements
 _CHANNELS_IN, _CHANNELS_OUT = 16, 64
 """Multiples to which the channels of a dense convolution are padded."""
 
@@ -106,6 +133,10 @@ def _kind_of(name: str) -> _Count:
         return _indexed
     if name.startswith("nll_loss"):
         return _chosen
+    if name in _REDUCTIONS:
+        return _reduced
+    if name in _POOLS or name.startswith("upsample"):
+        return _resized
     return _streamed
 
 
@@ -201,7 +232,8 @@ def _convolution(
     moved = float(passes * _bytes([x, y]))
     work: Work = {"bytes": moved, "launch": passes}
     if sums_bias:
-        work = {"bytes": moved + _bytes([y]), "reduced": y.numel(), "launch": passes + 1}
+        dims = (0, *range(2, y.dim()))
+        work = {"bytes": moved + _bytes([y]), "reduced": _summed(y, dims), "launch": passes + 1}
     last = x.dim() == 4 and (
         _is_channels_last(x) or (_is_channels_last(w) and w.shape[1] > 1 and w.shape[2:].numel() > 1)
     )
@@ -213,7 +245,12 @@ def _convolution(
         flops *= round_up(reads, _CHANNELS_IN) * round_up(features, _CHANNELS_OUT) / (reads * features)
     elif halves:
         flops *= max(1.0, _TILE / min(reads, features))
-    work[f"convolution {_type_of(x, halves, convolution=True)}"] = flops
+    kind = _type_of(x, halves, convolution=True)
+    work[f"convolution {kind}"] = flops
+    if last and groups > 1 and kind != "float32":
+        # groups of 4, 8, 16 channels share tiles; of others, and of gradients of weights in TF32, each is one kernel's
+        shares = reads == features and reads & (reads - 1) == 0
+        work["grouped last"] = float(y.numel()) * (sum(makes[2:]) * (kind == "tf32") if shares else passes)
     pointwise = window == 1 and groups == 1 and all(step == 1 for step in stride)
     if halves and not last and not pointwise:  # matrix units convolve where the channels lie together
         work["conversion bytes"], work["conversion"] = moved, float(passes * (x.numel() + y.numel()))
@@ -249,18 +286,31 @@ def _depthwise(
 def _attention(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
+    """Return the two products of fused attention and its scores, each of which takes an exponential.
+
+    The backward computes the scores anew, and three products more. Of a causal matrix the blocks below the diagonal are
+    computed, and those on it, which are masked, count one and a half times.
+    """
     backward = "backward" in name
     query, key, values = inputs[1:4] if backward else inputs[:3]
-    batch, width = math.prod(query.shape[:-2]), (query.shape[-1] + values.shape[-1]) / 2
-    queries, keys = query.shape[-2], key.shape[-2]
+    width = (query.shape[-1] + values.shape[-1]) / 2
+    queries, keys, diagonal = query.shape[-2], key.shape[-2], 0.0
     if halves:
-        queries, keys = round_up(queries, _BLOCK), round_up(keys, _BLOCK)
-    flops = 4.0 * batch * width * queries * keys * (3.5 if backward else 1)
+        width, queries, keys = max(width, _WIDTH), round_up(queries, _BLOCK), round_up(keys, _BLOCK)
+        diagonal = _BLOCK / max(queries, keys)
+    scores = float(math.prod(query.shape[:-2])) * queries * keys * (3 if backward else 1)
     place = _place_of_causal(name)
-    if place < len(args) and args[place]:  # half of the matrix is never computed
-        flops /= 2
-    kind = "half" if query.dtype in halves else "float32"
-    return {f"attention {kind}": flops, "product bytes": _bytes(inputs + outputs), "launch": 1}
+    if place < len(args) and args[place]:
+        scores *= min(1.0, 0.5 + diagonal)
+    kernel = next((kernel for kernel in ("flash", "cudnn") if kernel in name), "efficient")
+    if query.dtype not in halves:
+        kernel = "float32"
+    return {
+        f"attention {kernel}": 4.0 * scores * width,
+        "scores": scores * _SCORES[kernel],
+        "product bytes": _bytes(inputs + outputs),
+        "launch": 1,
+    }
 
 
 @functools.cache
@@ -287,6 +337,8 @@ def _norm(
 ) -> Work:
     backward = "backward" in name
     x = inputs[1] if backward else inputs[0]
+    if name == "native_batch_norm" and not args[5]:  # with the running statistics
+        return {"bytes": _bytes(inputs + outputs), "broadcast": x.numel(), "launch": 1}
     if "batch" in name:
         # cuDNN's batch norm takes float32 and float16 (_select_batch_norm_backend, ATen/native/Normalization.cpp)
         kind = "batch norm backward" if backward else "batch norm"
@@ -296,15 +348,15 @@ def _norm(
         elements = x.numel() if last else x.numel() * max(1.0, _CHANNELS_AT_ONCE / x.shape[1])
         kind += " last" if last else ""
     else:
-        # each row is one processor's work, which has threads for `_ROW` elements
+        # the threads of a row exchange mean and variance; those of a group of channels read one element after the other
         kind = "norm backward" if backward else "norm"
-        width = x.numel() // max(1, _rows_of(name, args, outputs))
-        elements = x.numel() / width * max(width, _ROW)
+        squares = name == "native_layer_norm" and args[3] is None  # RMS norm (quirk "fused rms norm")
+        reads = _MOMENTS[backward] if "group" in name else 1
+        elements = reads * x.numel() + _rows_of(name, args, outputs) * (_ROW_OF_SQUARES if squares else _ROW)
     return {"bytes": _bytes(inputs + outputs), kind: elements, "launch": 1}
 
 
 _CHANNELS_AT_ONCE = 128
-_ROW = 384
 
 
 def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
@@ -322,13 +374,34 @@ def _indexed(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
     """Return the work of gathers, which read as much as they write, and of scatters, which read a source, read and
-    write as many bytes of the result, and write the whole result if they are not in place.
+    write as many bytes of the result, and read and write the whole result if they are not in place.
+
+    Rows that lie together are read at the rate of memory, others element by element. Gradients of the same row are
+    found by sorting (EmbeddingBackwardKernel.cu, Indexing.cu).
     """
     if name in _GATHERS:
-        return {"bytes": 2.0 * _bytes(outputs), "indexed": sum(tensor.numel() for tensor in outputs), "launch": 1}
-    source = inputs[0] if name == "embedding_dense_backward" else inputs[-1]
-    made = 0 if name.endswith("_") else _bytes(outputs)
-    return {"bytes": 3.0 * _bytes([source]) + made, "indexed": source.numel(), "launch": 1}
+        made = sum(tensor.numel() for tensor in outputs)
+        places = _bytes(inputs[1:]) if name == "gather" else 0
+        work: Work = {"bytes": 2.0 * _bytes(outputs) + places, "launch": 1}
+        return work if _gathers_rows(name, args, inputs[0]) else work | {"indexed": made}
+    gradient = name == "embedding_dense_backward"
+    source = inputs[0] if gradient else inputs[-1]
+    made = 0 if name.endswith("_") else _bytes(outputs) * (1 if gradient else 2)
+    sorts = gradient or ("index_put" in name and len(args) > 3 and args[3])
+    return {
+        "bytes": 3.0 * _bytes([source]) + made,
+        "indexed": source.numel() * (_ROW_SUMS if gradient else 1),
+        "launch": _SORT_LAUNCHES if sorts else 1,
+    }
+
+
+def _gathers_rows(name: str, args: Sequence[Any], x: Tensor) -> bool:
+    """True where rows of neighbouring elements are gathered, which threads read together."""
+    if name == "gather" or x.dim() < 2 or x.shape[-1] < _TOGETHER:
+        return False
+    if name == "index":
+        return sum(part.dim() if part is not None and part.dtype == torch.bool else 1 for part in args[1]) < x.dim()
+    return name == "embedding" or args[1] % x.dim() < x.dim() - 1
 
 
 def _chosen(
@@ -339,30 +412,92 @@ def _chosen(
     return {"bytes": _bytes([*outputs, target]) + target.numel() * logits.itemsize, "launch": 1}
 
 
+def _reduced(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    """Return the work of sums, maxima and means; of running sums, which take each row in turn; and of sorting."""
+    x = inputs[0]
+    work: Work = {"bytes": _bytes([x, *outputs]), "launch": 1}
+    if name in ("topk", "sort"):
+        return work | {"reduced": _SORT_READS * x.numel()}
+    if name == "cumsum":
+        width = x.shape[args[1]] if x.dim() else 1
+        return work | {"reduced": x.numel() / max(1, width) * max(3 * width, _RUNNING)}
+    if outputs and outputs[0].dtype == torch.float64 != x.dtype:  # copied first (quirk "reduction in another type")
+        return {"bytes": work["bytes"] + 2.0 * 8 * x.numel(), "reduced": x.numel(), "launch": 2}
+    place = 2 if name.endswith("norm") else 1
+    dims = (-2, -1) if "pool" in name else args[place] if len(args) > place else None
+    return work | {"reduced": _summed(x, [dims] if isinstance(dims, int) else dims)}
+
+
+def _summed(x: Tensor, dims: Sequence[int] | None) -> float:
+    """Return how many elements of a sum take longer than memory gives them: those of short rows, which leave threads of
+    a row idle, and where few outputs lie together, which are split among processors that stage their sums in memory.
+    """
+    over = {dim % x.dim() for dim in dims} if dims and x.dim() else set(range(x.dim()))
+    outputs = math.prod(size for dim, size in enumerate(x.shape) if dim not in over)
+    inner = min(range(x.dim()), key=lambda dim: (x.shape[dim] == 1, x.stride(dim)), default=0)
+    if inner in over or not x.dim():
+        return x.numel() * min(2.0, _SHORT * outputs / max(1, x.numel()))
+    return x.numel() * min(1.0, _FEW / max(1, outputs))
+
+
+def _resized(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    """Return the work of pooling, in which each output reads its window and each gradient all windows around it, and of
+    interpolation. Between elements of images in ordinary layout, a thread makes one place of all images and channels
+    (upsample_bilinear2d_out_frame, UpSampleBilinear2d.cu).
+    """
+    work: Work = {"bytes": _bytes(inputs + outputs), "launch": 1}
+    made, backward = outputs[0].numel(), "backward" in name
+    if name in _POOLS:
+        window, *steps = args[1 + backward : 3 + backward]
+        if backward:
+            window = [-(-size // step) for size, step in zip(window, steps[0] or window, strict=False)]
+        return work | {"reduced": made * math.prod(window)}
+    larger = max(made, inputs[0].numel())
+    if "nearest" in name:
+        return work | {"strided": larger}
+    planes = made / max(1, math.prod(outputs[0].shape[2:]))
+    alone = "bilinear2d" in name and not backward and not _is_channels_last(inputs[0])
+    return work | {"strided": _TAPS * larger + _PLANE * planes * alone}
+
+
 def _streamed(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
     both = inputs + outputs
     if not both:
         return {"launch": 1}
-    elements = max(tensor.numel() for tensor in both)
-    work: Work = {"bytes": _bytes(both), "launch": 1}
     if name.startswith(("_foreach", "_fused")):
-        return work
+        return {"bytes": _bytes(both), "launch": -(-len(both) // _POINTERS)}
+    elements = max(tensor.numel() for tensor in both)
+    work: Work = {"bytes": _bytes(both[1:] if name in _WRITES and inputs else both), "launch": 1}
     if "softmax" in name:
         if name == "_softmax_backward_data":  # multiplies gradient and output first (quirk "softmax backward product")
             work["bytes"] *= 2
         return work | {"softmax": elements}
-    if name in _REDUCTIONS:
-        return work | {"reduced": elements}
     largest = [tensor for tensor in both if tensor.numel() == elements]
     alike = all(_lie_alike(tensor, largest[0]) for tensor in largest[1:]) and is_dense(largest[0])
     if name in _COPIES:
         moved = sum(tensor.numel() for tensor in outputs)
-        return work if alike and name not in _SHIFTED else work | {"strided": moved}
-    if alike and name not in _COMPUTED and all(tensor.numel() in (elements, 1, 0) for tensor in both):
+        if name in _SHIFTED:
+            return work | {"strided": moved}
+        if not alike:
+            return work | {"strided": moved * (2.0 if _reads_across(inputs, outputs[0]) else 0.5)}
+        widens = name == "_to_copy" and inputs[0].itemsize < outputs[0].itemsize  # one element at a time
+        return work | {"broadcast": moved} if widens else work
+    of_one_size = all(tensor.numel() in (elements, 1, 0) for tensor in both)
+    if alike and name not in _COMPUTED and of_one_size:
         return work
-    return work | {"broadcast": elements}
+    return work | {"broadcast": elements * (1.0 if of_one_size or name not in _COMPUTED else 2.0)}
+
+
+def _reads_across(inputs: Sequence[Tensor], output: Tensor) -> bool:
+    """True where elements that are written side by side are read from different lines of memory."""
+    inner = min(range(output.dim()), key=lambda dim: (output.shape[dim] == 1, output.stride(dim)), default=0)
+    return any(x.dim() == output.dim() > 0 and x.stride(inner) >= _LINE for x in inputs)
 
 
 def _lie_alike(first: Tensor, second: Tensor) -> bool:

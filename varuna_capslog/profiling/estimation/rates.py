@@ -23,7 +23,7 @@ from varuna_capslog.profiling.estimation.quirks import USUAL_GPU
 
 __all__ = ["CLASSES", "GROUPS", "HOST_SECONDS", "RATES_VERSION", "Speed", "cpu_speed", "speed_of"]
 
-RATES_VERSION = 3
+RATES_VERSION = 4
 """Raised whenever a factor or the count of work changes; a condition of every estimated profile."""
 HOST_SECONDS = 15e-6
 """Time of the host to launch an operator: assumed, between the 10 and 32 us of published steps of small models. A stage
@@ -50,54 +50,64 @@ class Class:
 GROUPS = ("products", "convolutions", "memory", "launches")
 
 CLASSES = {
-    "product half": Class("half", 1.15, "products", {"ampere-rtx": 0.90, "hopper": 1.07, "ada": 1.3}),
-    "product half even": Class("half", 1.5, "products", {"ampere-rtx": 1.19, "hopper": 3.6}),
-    "product half odd": Class("half", 2.0, "products", {"ampere-rtx": 1.25, "hopper": 7.6}),
-    "product tf32": Class("tf32", 1.2, "products", {"ampere": 1.02, "hopper": 1.5}),
-    "product tf32 columns": Class("tf32", 1.2, "products", {"ampere": 1.03, "hopper": 2.46}),
-    "product float32": Class("float32", 1.05, "products", {"ampere": 1.02, "hopper": 1.25, "turing": 1.08}),
-    "product bytes": Class("bytes", 0.4, "products", {"ampere-rtx": 0.23, "hopper": 0.95}),
-    "attention half": Class("half", 2.0, "products"),
-    "attention float32": Class("float32", 1.6, "products"),
-    "convolution half": Class("half", 1.5, "convolutions", {"ampere-rtx": 0.95, "hopper": 2.07}),
-    "convolution tf32": Class("tf32", 2.0, "convolutions", {"hopper": 2.9}),
+    "product half": Class("half", 1.15, "products", {"ampere-rtx": 0.90, "hopper": 1.35, "ada": 1.3}),
+    "product half even": Class("half", 1.5, "products", {"ampere-rtx": 1.9, "hopper": 3.7}),
+    "product half odd": Class("half", 2.0, "products", {"ampere-rtx": 2.4, "hopper": 8.5}),
+    "product tf32": Class("tf32", 1.2, "products", {"ampere": 1.05, "hopper": 1.8}),
+    "product tf32 columns": Class("tf32", 1.2, "products", {"ampere": 1.1, "hopper": 2.35}),
+    "product float32": Class("float32", 1.05, "products", {"ampere": 1.04, "hopper": 1.39, "turing": 1.13}),
+    "product bytes": Class("bytes", 0.18, "products"),
+    "attention flash": Class("half", 1.2, "products", {"hopper": 2.35}),
+    "attention cudnn": Class("half", 0.93, "products"),
+    "attention efficient": Class("half", 2.0, "products", {"hopper": 3.7}),
+    "attention float32": Class("float32", 1.0, "products"),
+    "scores": Class("elements", 0.08, "products"),
+    "convolution half": Class("half", 1.5, "convolutions", {"ampere-rtx": 0.91, "hopper": 2.07}),
+    "convolution tf32": Class("tf32", 2.0, "convolutions", {"hopper": 2.8}),
     "convolution float32": Class("float32", 2.0, "convolutions"),
-    "conversion": Class("elements", 0.34, "convolutions"),
-    "conversion bytes": Class("bytes", 2.34, "convolutions"),
-    "depthwise": Class("float32", 26.7, "convolutions"),
-    "depthwise cudnn": Class("float32", 9.9, "convolutions"),
-    "depthwise last": Class("float32", 14.0, "convolutions"),
-    "depthwise last half": Class("float32", 5.7, "convolutions"),
-    "bytes": Class("bytes", 1.16, "memory"),
+    "grouped last": Class("elements", 6.5, "convolutions"),
+    "conversion": Class("elements", 0.31, "convolutions"),
+    "conversion bytes": Class("bytes", 2.0, "convolutions"),
+    "depthwise": Class("float32", 25.9, "convolutions"),
+    "depthwise cudnn": Class("float32", 9.5, "convolutions"),
+    "depthwise last": Class("float32", 13.4, "convolutions"),
+    "depthwise last half": Class("float32", 5.5, "convolutions"),
+    "bytes": Class("bytes", 1.13, "memory"),
     "batch norm": Class("elements", 0.51, "memory"),
     "batch norm last": Class("elements", 0.31, "memory"),
     "batch norm backward": Class("elements", 1.04, "memory"),
     "batch norm backward last": Class("elements", 0.31, "memory"),
     "batch norm bfloat16": Class("elements", 1.65, "memory"),
     "batch norm bfloat16 last": Class("elements", 1.2, "memory"),
-    "batch norm backward bfloat16": Class("elements", 2.73, "memory"),
+    "batch norm backward bfloat16": Class("elements", 2.6, "memory"),
     "batch norm backward bfloat16 last": Class("elements", 0.6, "memory"),
-    "norm": Class("elements", 0.77, "memory"),
-    "norm backward": Class("elements", 1.68, "memory"),
-    "softmax": Class("elements", 0.19, "memory"),
-    "reduced": Class("elements", 0.37, "memory"),
+    "norm": Class("elements", 0.145, "memory"),
+    "norm backward": Class("elements", 0.42, "memory"),
+    "softmax": Class("elements", 0.2, "memory"),
+    "reduced": Class("elements", 0.44, "memory"),
     "indexed": Class("elements", 0.5, "memory"),
-    "strided": Class("elements", 0.62, "memory"),
-    "broadcast": Class("elements", 0.21, "memory"),
-    "launch": Class("launches", 5e-6, "launches"),
+    "strided": Class("elements", 0.64, "memory"),
+    "broadcast": Class("elements", 0.31, "memory"),
+    "launch": Class("launches", 7.5e-6, "launches"),
 }
 """By name. The classes, in words:
 
 - product half, tf32, float32: matrix products in tiles of 32 rows and columns. "even" and "odd": 16-bit matrices whose
   rows do not begin at multiples of 16 bytes (a vocabulary of 50,257 tokens). "columns": TF32 products with a transposed
-  first matrix, as in gradients of weights. Product bytes: of both matrices and the result.
-- attention: the fused kernels, in blocks of 128 queries and keys; the backward counts 3.5 times the forward.
-- convolution: channels padded to tiles; a grouped convolution is as wide as a tile of several groups. Conversion: of
-  images to channels last and back, if they are stored in another layout.
+  first matrix, as in gradients of weights. Product bytes: of both matrices and the result, while arithmetic hides them.
+- attention: the fused kernels, in blocks of 128 queries and keys; the backward counts 3 times the forward. Scores: of
+  a query and a key. Flash and memory-efficient kernels have no instructions of Hopper; elsewhere they are expected to
+  reach what was published of an A100 (FlashAttention-2, arXiv 2307.08691: 50 to 73 % of the sheet).
+- convolution: channels padded to tiles; a grouped convolution is as wide as a tile of several groups. Grouped last: of
+  groups that share no tiles, with channels last. Conversion: of images to channels last and back, if they are stored
+  in another layout.
 - depthwise: one channel at a time, by torch's kernels, by cuDNN's, and with channels last.
-- bytes: of every operator that memory limits. Its other work is counted by element: norms, softmax, sums, gathers and
-  scatters, copies that change the order of dimensions, and elementwise operators that broadcast, mask or draw.
+- bytes: of every operator that memory limits. Its other work is counted by element: norms, softmax, sums of short rows
+  or to few places, pooling, gathers and scatters, copies that change the order of dimensions, interpolation, and
+  elementwise operators that broadcast, mask or draw.
+- launch: in whole steps; a single kernel of a CUDA graph starts in 2 us.
 """
+_ARITHMETIC = frozenset(kind for kind, entry in CLASSES.items() if entry.group == "products" and entry.unit != "bytes")
 
 
 @dataclass(frozen=True)
@@ -140,8 +150,19 @@ class Speed:
         return cls(name, seconds, halves, HOST_SECONDS, "data sheet" if factors is None else "measured profile")
 
     def count(self, total: Work, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Add the work of one operator on this device to `total`."""
-        for kind, amount in work_of(func, args, kwargs, result, self.halves).items():
+        """Add the work of one operator on this device to `total`.
+
+        Arithmetic hides the bytes of a product for as long as it takes; the others take the full time of bytes.
+        """
+        work = work_of(func, args, kwargs, result, self.halves)
+        moved = work.get("product bytes")
+        if moved:
+            arithmetic = sum(amount * self.seconds_of[kind] for kind, amount in work.items() if kind in _ARITHMETIC)
+            hidden = arithmetic / self.seconds_of["bytes"]
+            if hidden < moved:
+                work["product bytes"] = hidden
+                work["bytes"] = work.get("bytes", 0.0) + moved - hidden
+        for kind, amount in work.items():
             total[kind] = total.get(kind, 0.0) + amount
 
     def seconds(self, work: Work) -> float:
