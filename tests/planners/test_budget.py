@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 
 from tests.memory.machine import Model, profile_of
-from tests.planners.intervals.stages import UNIT, all_choices
+from tests.planners.intervals.stages import UNIT, all_choices, random_profile
 from tests.planning.asking import plan
 from tests.sweeps import some
 from varuna_capslog.memory import AUTO, resolve
 from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.budget import BudgetSearch, budget_stages, kept_cuts, stages_bound
+from varuna_capslog.planners.budget import _floors as floors_of
 from varuna_capslog.planners.budget import _in_flight as in_flight_of
+from varuna_capslog.planners.intervals import Handling, stage_bytes
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import simulate_plan
-from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.parts import INTERVAL_KINDS, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, StageGraph, backwards_at_once, make_schedule, schedule_of
@@ -266,3 +269,48 @@ def test_stages_that_always_hold_too_much_are_not_searched_and_change_no_answer(
     assert every.cheapest(chain, 0, *whole, 10**12) is not None
     assert light.cheapest(chain, 0, *whole, 10**12) is None  # not searched
     assert BudgetSearch(chain, most_bytes=0.9 * (usable + max(stage.lack for stage in stages))).stages(chain) is None
+
+
+@pytest.mark.parametrize("seed", some(range(60), 8))
+def test_no_stage_takes_fewer_bytes_than_its_floor(seed: int) -> None:
+    """Every choice of every range of layers, also of those that share tensors or are frozen."""
+    draw = random.Random(seed)
+    size, calls = draw.choice([3, 4, 5]), draw.choice([2, 3, 4])
+    ranges = RangeBytes.of_ranks(random_profile(draw, size), True)
+    floors = floors_of(ranges, RunShape(calls, "1f1b", microbatch_size=1))
+    ways = {"recomputed": True}, {"recomputed": True, "later": True}, {"at_once": True}, {"later": False}
+    for handling in (Handling(calls=calls, **way) for way in ways):
+        offloads = not handling.at_once and handling.later >= handling.recomputed
+        for first, end in itertools.combinations(range(size + 1), 2):
+            some_choices = choices(first, end, INTERVAL_KINDS if offloads else ("recompute",))
+            sizes = [stage_bytes(ranges, first, end, intervals, 1, handling) for intervals in some_choices]
+            assert floors[first, end] <= min(sizes)
+
+
+@pytest.mark.parametrize("seed", some(range(40), 6))
+def test_no_cuts_lack_less_than_the_bound_of_a_search_that_leaves_out_long_stages(seed: int) -> None:
+    """Where nothing fits, longer stages are not searched if none of them lacks less."""
+    draw = random.Random(seed)
+    size, devices, calls = draw.choice([4, 5]), draw.choice([2, 3]), draw.choice([2, 4, 6])
+    profile = random_profile(draw, size) if draw.random() < 0.7 else timed(draw, size)
+    link = Link(host_bandwidth=1e4) if draw.random() < 0.5 else None
+    kinds = INTERVAL_KINDS if link else ("recompute",)
+    run = RunShape(calls, draw.choice(["1f1b", "varuna", "gpipe"]), microbatch_size=1, num_blocks=draw.choice([1, 2]))
+    chain = Layerwise.of_profile(profile, run, devices, [1] * devices, link)
+    every = BudgetSearch(chain)
+    least = np.full((devices, size, size + 1), np.inf)
+    for stage, search in enumerate(every._options(chain).interval_searches):
+        handling = search._handling
+        for first, end in itertools.combinations(range(size + 1), 2):
+            some_choices = choices(first, end, kinds if handling.later else ("recompute",))
+            arguments = chain.in_flight[stage], handling
+            sizes = [stage_bytes(search._ranges, first, end, intervals, *arguments) for intervals in some_choices]
+            least[stage, first, end] = min(sizes)
+    everywhere = min(
+        max(least[stage, first, end] for stage, (first, end) in enumerate(itertools.pairwise((*cuts, size)))) - 1
+        for cuts in all_cuts(size, devices)
+    )
+    assert every.least_lack(chain) == (everywhere, everywhere)
+    lengths = sorted(chain.seconds(first, end) for first, end in itertools.combinations(range(size + 1), 2))
+    bounds = [BudgetSearch(chain, longest).least_lack(chain) for longest in lengths[:: max(1, len(lengths) // 6)]]
+    assert all(0 < bound <= everywhere <= lack for lack, bound in bounds)

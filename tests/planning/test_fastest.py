@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.planners.test_budget import all_cuts, choices, timed
@@ -15,6 +16,7 @@ from tests.sweeps import some
 from varuna_capslog.planners.budget import BudgetSearch
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning import fastest
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.planning.verdict import fold_plan
@@ -255,3 +257,30 @@ def test_a_search_that_is_out_of_time_gives_what_it_has_with_its_gap() -> None:
     long = judged_layerwise_plan(profile, 3, "budget", "auto", peak * 3 // 4, run)
     assert None not in (short.step_seconds, short.bound_seconds, long.step_seconds)
     assert (short.bound_seconds or 0) <= (long.step_seconds or 0) <= (short.step_seconds or 0)
+
+
+@pytest.mark.parametrize("seed", some(range(20), 4))
+def test_where_nothing_fits_a_plan_of_short_stages_lacks_as_little_as_one_of_any_stages(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The closest plan was searched among stages of any length, which took four fifths of the time."""
+    draw = random.Random(seed)
+    profile, run = timed(draw, 10), RunShape(8, "auto", microbatch_size=1)
+    lengths: list[float] = []
+
+    class Recorded(BudgetSearch):
+        def __init__(self, chain: Layerwise, longest: float = np.inf, most_bytes: float = np.inf) -> None:
+            super().__init__(chain, longest, most_bytes)
+            lengths.append(longest)
+
+    def needed() -> int:
+        answer = judged_layerwise_plan(profile, 4, "budget", "auto", 1, run)
+        assert answer.fits is False
+        return max(rank.bytes or 0 for rank in answer.ranks)
+
+    monkeypatch.setattr(fastest, "BudgetSearch", Recorded)
+    ours = needed()
+    assert max(lengths) < np.inf
+    monkeypatch.setattr(fastest, "_LONGEST", (0.0, np.inf))
+    assert ours <= 1.01 * needed()
+    assert max(lengths) == np.inf

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import NEVER, Bytes, StageCosts
+from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch, again_seconds
+from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch, again_seconds, resident_bytes
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, Question, StageChoice
 from varuna_capslog.planners.throughput import fastest_cuts, least_step
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
@@ -106,14 +107,15 @@ class BudgetSearch:
         self._interval_searches: dict[tuple[bool, bool, bool], IntervalSearch] = {}
         self._options_by_schedule: dict[str, _StageOptions] = {}
 
-    def stages(self, chain: Layerwise) -> list[StageChoice] | None:
+    def stages(self, chain: Layerwise, closest: bool = True) -> list[StageChoice] | None:
         """Return the stages under this chain's schedule. Where no plan fits, return the stages that exceed the memory
-        least, or None if `longest` or `most_bytes` left stages out. Raises as `budget_stages` does.
+        least; None if not `closest`, or where stages were left out without which the chain cannot be divided. Raises as
+        `budget_stages` does.
         """
         options, reserved = self._options(chain), np.zeros(chain.stages, dtype=np.int64)
         seconds, run = options.question.seconds, options.question.run
         for _ in range(_ROUNDS):
-            usable = [min(NEVER - 1, size) - more for size, more in zip(chain.usable, reserved.tolist(), strict=True)]
+            usable = [size - more for size, more in zip(options.usable, reserved.tolist(), strict=True)]
             extra = [options.extra(stage, size) for stage, size in enumerate(usable)]
             fastest = fastest_cuts(options, seconds, run, chain.stages, usable, chain.speeds, 256, extra)
             if fastest is None:
@@ -122,10 +124,21 @@ class BudgetSearch:
             if not any(stage.lack for stage in stages):
                 return stages
             reserved += [stage.lack for stage in stages]
-        if self.longest < np.inf or not options.can_divide:
+        if not closest or np.isinf(_least_excess(options.fewest, usable)):
             return None
-        cuts = exact_cuts(options, chain.stages, usable)
-        return options.stages(cuts, [0] * chain.stages)
+        return options.stages(exact_cuts(options, chain.stages, usable), [0] * chain.stages)
+
+    def least_lack(self, chain: Layerwise) -> tuple[float, float]:
+        """Return the fewest bytes by which the fullest stage of a cut list exceeds its device, infinite without a list;
+        and a lower bound for stages of any length: those of which `longest` may have left out choices count `_floors`.
+        """
+        options = self._options(chain)
+        assert chain.question is not None, "made by Layerwise.of_profile"
+        forward, both = options.question.seconds.of_ranges()
+        longer = forward + both > self.longest
+        floors = _floors(chain.question.ranges, chain.question.run)
+        fewest = [np.where(longer, np.minimum(least, floors), least) for least in options.fewest]
+        return _least_excess(options.fewest, options.usable), _least_excess(fewest, options.usable)
 
     def cheapest(
         self, chain: Layerwise, stage: int, first: int, end: int, size: float, in_flight: int | None = None
@@ -167,7 +180,7 @@ class BudgetSearch:
         If they may come earlier (`early`), these gradients may not exist, nor the running statistics of later calls:
         the budget grows by their bytes, and by those of the sum of earlier blocks, which may not exist either.
         """
-        run, usable = options.question.run, min(NEVER - 1, options.chain.usable[stage])
+        run, usable = options.question.run, options.usable[stage]
         calls, search = run.microbatches, options.interval_searches[stage]
         budget = usable + _waiting_blocks(run) * search.made
         budget = budget + (search.made + (calls - in_flight) * search.statistics if early else 0.0)
@@ -236,6 +249,43 @@ def _borders(chain: Layerwise) -> frozenset[int] | None:
     reached = np.concatenate([[0.0], np.cumsum(weights)])
     wanted = np.linspace(0.0, reached[-1], MOST_BORDERS + 1)[1:-1]
     return frozenset({0, count, *np.abs(reached[:, None] - wanted).argmin(axis=0).tolist()})
+
+
+def _least_excess(fewest: Sequence[Bytes], usable: Sequence[int]) -> float:
+    """Return the fewest bytes by which the fullest stage of a cut list exceeds its device; infinite without a list.
+    fewest: [S], bytes of every range as each stage. O(S L^2).
+    """
+    excess = np.where(np.arange(len(fewest[0]) + 1) == 0, -np.inf, np.inf)
+    for least, size in zip(fewest, usable, strict=True):
+        stage = np.where(least < NEVER, least.astype(np.float64) - size, np.inf)
+        excess = np.maximum(excess[:-1, None], stage).min(axis=0)
+    return float(excess[-1])
+
+
+def _floors(ranges: RangeBytes, run: RunShape) -> Bytes:
+    """Return [L, L + 1]: a lower bound of `intervals.stage_bytes` of every range as a stage, whatever its intervals and
+    its place; `NEVER` where there is no range. In a backward the stage holds its resident bytes, the running
+    statistics, its parameters' gradients, and at each of its segments at least that segment's graph and work. Inputs in
+    this graph may count in segments before it, but then these hold them. Of an offloaded segment, the inputs that only
+    its graph needs are gone. Of all divisions of a range into segments, the one whose largest segment needs the fewest
+    bytes counts. Other calls in flight count nothing, nor do split backwards, whose halves need less.
+    """
+    size = ranges.num_layers
+    work, floors = np.zeros((size, size + 1), dtype=np.int64), np.full((size, size + 1), NEVER)
+    if not run.splits_backwards:
+        for first, end in itertools.combinations(range(size + 1), 2):
+            if end == size or ranges.carries[end]:
+                rest = ranges.saved(first, end) - ranges.staying(first, end) - ranges.moved(first, end)
+                work[first, end] = ranges.backward(first, end).peak - max(0, rest)
+    for end in range(1, size + 1):
+        # largest[first, cut]: of the best division of layers first .. cut-1, and of the segment from the cut on
+        largest = np.maximum(np.where(np.eye(end, dtype=np.bool_), 0, floors[:end, :end]), work[None, :end, end])
+        floors[:end, end] = largest.min(axis=1)
+    for first, end in itertools.combinations(range(size + 1), 2):
+        lasting = run.microbatches * ranges.statistics(first, end)
+        gradients = (1 + _waiting_blocks(run)) * ranges.made(first, end)
+        floors[first, end] += resident_bytes(ranges, first, end) + lasting + gradients
+    return floors
 
 
 @functools.lru_cache(maxsize=256)
@@ -317,12 +367,9 @@ class _StageOptions(StageCosts):
         return int(self.fewest[stage][first, end])
 
     @property
-    def can_divide(self) -> bool:
-        """True if there is a cut list whose stages all have a choice of intervals."""
-        cuts = np.arange(self.num_layers + 1) == 0
-        for least in self.fewest:
-            cuts = ((least < NEVER) & cuts[:-1, None]).any(axis=0)
-        return bool(cuts[-1])
+    def usable(self) -> list[int]:
+        """Bytes that each stage may hold, [S]; without a limit, one less than `NEVER`."""
+        return [min(NEVER - 1, size) for size in self.chain.usable]
 
     def extra(self, stage: int, usable: int) -> NDArray[np.float64]:
         """Return [L, L + 1]: seconds of a call beyond those of its layers; infinite where the range does not fit."""

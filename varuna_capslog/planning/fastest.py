@@ -54,8 +54,10 @@ __all__ = [
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
 """Schedules to choose from where a run leaves its schedule open."""
-_FIRST_LONGEST = 1.75
-"""Factor on the seconds of a call of equal stages; the first search of a long chain leaves out longer calls."""
+_LONGEST: tuple[float, ...] = (1.75, 4.0, np.inf)
+"""Factors on the seconds of a call of equal stages; the searches of a long chain leave out longer calls."""
+_AS_CLOSE = 1.01
+"""Where nothing fits, plans that need fewer bytes by at most this factor are not looked for."""
 
 _SPARE = 1.125
 """Factor on the bytes that a stage may hold in a search (`_Candidates._most_held`)."""
@@ -263,22 +265,43 @@ class _Candidates:
         return all(fit)
 
     def weigh_intervals(self) -> None:
-        """Evaluate the plans of `BudgetSearch`. In a long chain, its first search leaves out long calls, and calls
-        with which no plan is faster than the best so far.
+        """Evaluate the plans of `BudgetSearch`. In a long chain, a search leaves out long calls, and calls with which
+        no plan is faster than the best so far. The next search has longer calls, where these may give a faster plan,
+        or one that lacks less.
         """
-        if self.is_over:
-            return
-        calls, longest = self.run.microbatches, np.inf
-        if self.chain.num_layers > EXACT_LAYERS:
-            total = float(self.seconds.forward[-1] + self.seconds.backward[-1])
-            longest = _FIRST_LONGEST * total / self.chain.stages
-            longest = min(longest, self.best.step / calls) if self.best is not None and self.fits else longest
-        self._search(BudgetSearch(self.chain, longest))
-        # a plan that was left out may be better
-        if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - SAME)):
-            longer = self.best.step / calls if self.best is not None and self.fits else np.inf
-            if longer > longest:
-                self._search(BudgetSearch(self.chain, longer, self._most_held()))
+        even = float(self.seconds.forward[-1] + self.seconds.backward[-1]) / self.chain.stages
+        calls, searched, factors = self.run.microbatches, 0.0, _LONGEST
+        if self.chain.num_layers <= EXACT_LAYERS:
+            factors = (np.inf,)
+        elif not self.fits and self._largest_layer > max(self.chain.usable):  # only what lacks least is looked for
+            factors = _LONGEST[1:]
+        for number, factor in enumerate(factors):
+            longest, looks_closer = factor * even, factor > _LONGEST[0]
+            if self.best is not None and self.fits:
+                needed = self.best.step / calls
+                longest = needed if number else min(longest, needed)
+            if longest <= searched or self.is_over:
+                return
+            search = BudgetSearch(self.chain, longest, self._most_held() if looks_closer else np.inf)
+            self._search(search, looks_closer)
+            if self.fits and self.bound < longest * calls * (1 - SAME):  # no plan that was left out is better
+                return
+            if not self.fits and looks_closer and longest < np.inf and not self.is_over and self._none_closer(search):
+                return
+            searched = longest
+
+    @property
+    def _largest_layer(self) -> int:
+        """Bytes of one microbatch at the layer that takes the most of all layers alone."""
+        return max(self.chain.once(layer, layer + 1) for layer in range(self.chain.num_layers))
+
+    def _none_closer(self, search: BudgetSearch) -> bool:
+        """Return True where stages with longer calls than those of this search, which found none that fit, need at most
+        `_AS_CLOSE` times fewer bytes, under any schedule.
+        """
+        lacks, bounds = zip(*(search.least_lack(chain) for chain in self.chains.values()), strict=True)
+        usable = max(self.chain.usable)
+        return usable + min(lacks) <= _AS_CLOSE * (usable + min(bounds))
 
     def _most_held(self) -> float:
         """Return the most bytes that a stage may hold in a plan that lacks no more than the best plan so far, with
@@ -350,8 +373,10 @@ class _Candidates:
 
         return cheapest
 
-    def _search(self, search: BudgetSearch) -> None:
-        """Search under every schedule, and evaluate each plan under all schedules."""
+    def _search(self, search: BudgetSearch, looks_closer: bool) -> None:
+        """Search under every schedule, and evaluate each plan under all schedules. looks_closer: where no plan fits,
+        evaluate what lacks least.
+        """
         self._searches.append(search)
         bounds = []
         for name, chain in list(self.chains.items()):
@@ -359,7 +384,7 @@ class _Candidates:
                 bounds.append(self._kept[name])
                 continue
             try:
-                solution = search.stages(chain)
+                solution = search.stages(chain, looks_closer)
                 bounds.append(search.bound_seconds(chain))
                 self._bounds[name] = max(bounds[-1], self._bounds.get(name, 0.0))
             except CapslogError:

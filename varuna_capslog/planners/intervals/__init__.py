@@ -1,6 +1,11 @@
 """Cheapest memory intervals of a stage, for planners that choose cuts and intervals together."""
 
-from varuna_capslog.planners.intervals.interval_search import DEFAULT_LABELS, EXACT_LAYERS, IntervalSearch
+from varuna_capslog.planners.intervals.interval_search import (
+    DEFAULT_LABELS,
+    EXACT_LAYERS,
+    IntervalSearch,
+    resident_bytes,
+)
 from varuna_capslog.planners.intervals.tables import (
     Handling,
     IntervalChoice,
@@ -17,5 +22,6 @@ __all__ = [
     "IntervalSearch",
     "again_seconds",
     "combined_seconds",
+    "resident_bytes",
     "stage_bytes",
 ]

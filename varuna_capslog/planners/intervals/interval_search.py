@@ -51,7 +51,7 @@ from varuna_capslog.planners.intervals.tables import (
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval
 
-__all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalSearch"]
+__all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalSearch", "resident_bytes"]
 
 
 EXACT_LAYERS = 8
@@ -390,7 +390,7 @@ class IntervalSearch:
         resident = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
         ranges = self._ranges
         for first, cut in self._finished.ranges:  # cached in `ranges`, for searches with another handling
-            resident[first, cut] += _resident(ranges, first, cut)
+            resident[first, cut] += resident_bytes(ranges, first, cut)
         return resident
 
     def _call_seconds(self) -> Floats:
@@ -414,7 +414,8 @@ class IntervalSearch:
         return tuple(reversed(intervals))
 
 
-def _resident(ranges: RangeBytes, first: int, end: int) -> int:
+def resident_bytes(ranges: RangeBytes, first: int, end: int) -> int:
+    """Return the bytes that a stage of layers first .. end-1 always holds; computed once per profile."""
     key = "resident", first, end, ranges.moments_wait
     resident: int = ranges.once(key, functools.partial(ranges.resident, range(first, end)))
     return resident
@@ -427,7 +428,7 @@ def _holding_at_most(ranges: RangeBytes, most: float) -> NDArray[np.bool_]:
     if most < np.inf:
         last = size
         for first in reversed(range(size)):
-            while last > first and _resident(ranges, first, last) > most:
+            while last > first and resident_bytes(ranges, first, last) > most:
                 last -= 1
             light[first, last + 1 :] = False
     return light
