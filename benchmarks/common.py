@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "Sleeping",
     "TransformerSize",
     "beside_play",
+    "captured_chain",
     "interleave",
     "judged_layerwise_plan",
     "layerwise_plan",
@@ -123,6 +124,26 @@ def transformer_chain(size: TransformerSize) -> Chain:
     return Chain([Layer("embedding", Embedding(size)), *blocks, Layer("head", Head(size))], name="transformer")
 
 
+class _Whole(nn.Module):
+    """Module that runs layers of one tensor one after the other, for a capture."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def captured_chain(size: TransformerSize) -> Chain:
+    """Return the model of `transformer_chain` as the library captures it. Only captured layers have functions."""
+    _, tokens, _ = token_minibatch(size)
+    whole = _Whole(layer.module for layer in transformer_chain(size).layers)
+    return Chain.from_module(whole.train(), None, {"x": tokens[0]})
+
+
 def token_minibatch(size: TransformerSize) -> tuple[Minibatch, list[Tensor], list[Tensor]]:
     """Return a minibatch, its microbatches' tokens and their targets (both [B, T])."""
     generator = torch.Generator().manual_seed(1)
@@ -135,8 +156,8 @@ def token_minibatch(size: TransformerSize) -> tuple[Minibatch, list[Tensor], lis
 
 def token_loss(outputs: Mapping[str, Tensor], targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
     """Return a microbatch's share of the minibatch's mean cross entropy."""
-    wanted = targets.to(outputs["x"].device).flatten()
-    entropy = F.cross_entropy(outputs["x"].flatten(0, 1), wanted, reduction="sum")
+    (scores,) = outputs.values()
+    entropy = F.cross_entropy(scores.flatten(0, 1), targets.to(scores.device).flatten(), reduction="sum")
     return {"loss": entropy / normalisers["tokens"]}
 
 

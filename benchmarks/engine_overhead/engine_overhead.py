@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import (
     TransformerSize,
+    captured_chain,
     interleave,
     machine,
     median_ratio,
@@ -36,6 +37,7 @@ from common import (
     write_json,
 )
 
+from varuna_capslog.engine import functions
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import PipelineEngine
@@ -55,10 +57,16 @@ def even_cuts(num_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(round(stage * num_layers / stages) for stage in range(stages))
 
 
-def measure(communicator: Communicator, size: TransformerSize, rounds: int, schedule_name: str) -> dict[str, Any]:
-    """Return this rank's times of both engines, and on rank 0 of the unsplit model while the other ranks sleep."""
+def measure(
+    communicator: Communicator, size: TransformerSize, rounds: int, schedule_name: str, captured: bool
+) -> dict[str, Any]:
+    """Return this rank's times of both engines, and on rank 0 of the unsplit model while the other ranks sleep.
+
+    captured: our engine runs the captured model, with functions from the second call of a layer on.
+    """
     rank, ranks, device = communicator.rank, communicator.world_size, torch.device("cpu")
     chain = transformer_chain(size)
+    functions.CALLS = 1
     minibatch, tokens, targets = token_minibatch(size)
     stages = ranks if schedule_name == "1f1b" else 2 * ranks
     cuts, placement = even_cuts(len(chain), stages), [stage % ranks for stage in range(stages)]
@@ -88,7 +96,9 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int, sche
         actions=order and tuple(tuple(str(action) for action in order[n] if action is not None) for n in range(ranks)),
         recipe=Recipe(LearningRate(RATE), weight_decay=DECAY),
     )
-    engine = PipelineEngine(chain, token_loss, layout, options, communicator, device)
+    engine = PipelineEngine(
+        captured_chain(size) if captured else chain, token_loss, layout, options, communicator, device
+    )
     ours: list[float] = []
 
     def step_ours() -> None:
@@ -120,9 +130,9 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int, sche
     return {"times": interleave(runs, rounds, communicator.barrier), "losses": {"ours": ours, "torch": theirs}}
 
 
-def report(size: TransformerSize, name: str, ranks: int, rounds: int, schedule: str) -> dict[str, Any]:
+def report(size: TransformerSize, name: str, ranks: int, rounds: int, schedule: str, captured: bool) -> dict[str, Any]:
     """Run one case and print its row."""
-    results = run_ranks(measure, ranks, size, rounds, schedule)
+    results = run_ranks(measure, ranks, size, rounds, schedule, captured)
     ours, theirs = results[0]["losses"]["ours"], results[-1]["losses"]["torch"]
     apart = max(abs(a - b) / b for a, b in zip(ours[:3], theirs[:3], strict=True))
     if apart > 1e-5:
@@ -170,6 +180,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", *TORCHS], choices=["1f1b", *TORCHS])
     parser.add_argument("--rounds", type=int, default=40, help="pairs of steps per case")
+    parser.add_argument("--captured", action="store_true", help="our engine runs the captured model, with functions")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     for name in arguments.models:
@@ -180,7 +191,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     rows = [
-        report(SIZES[name], name, ranks, arguments.rounds, schedule)
+        report(SIZES[name], name, ranks, arguments.rounds, schedule, arguments.captured)
         for name in arguments.models
         for schedule in arguments.schedules
         for ranks in arguments.ranks

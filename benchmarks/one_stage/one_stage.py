@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import (
     TransformerSize,
+    captured_chain,
     interleave,
     median_ratio,
     run_ranks,
@@ -32,6 +33,7 @@ from common import (
 
 import detr_pipeline
 from varuna_capslog.config.settings import Config
+from varuna_capslog.engine import functions
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import PipelineEngine
@@ -131,9 +133,14 @@ def engine_of(
     return PipelineEngine(chain, loss, Layout.pipelines((0,), len(chain)), options, communicator, device)
 
 
-def measure(communicator: Communicator, name: str, rounds: int, device: torch.device = CPU) -> dict[str, Any]:
-    """Return times and losses of both runs."""
+def measure(
+    communicator: Communicator, name: str, rounds: int, device: torch.device = CPU, captured: bool = False
+) -> dict[str, Any]:
+    """Return times and losses of both runs. captured: the engine runs the captured model, with functions from the
+    second call of a layer on; for transformers only.
+    """
     chain, loss, minibatch, inputs = make_case(name)
+    functions.CALLS = 1
     model = Unsplit(chain).train().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     plain: list[float] = []
@@ -150,7 +157,8 @@ def measure(communicator: Communicator, name: str, rounds: int, device: torch.de
         optimizer.zero_grad()
         plain.append(total)
 
-    engine = engine_of(chain, loss, len(inputs), communicator, device)
+    run_chain = captured_chain(TRANSFORMERS[name]) if captured else chain
+    engine = engine_of(run_chain, loss, len(inputs), communicator, device)
     ours: list[float] = []
 
     def step_ours() -> None:
@@ -165,13 +173,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--rounds", type=int, default=40, help="pairs of steps per case")
+    parser.add_argument("--captured", action="store_true", help="the engine runs the captured model, with functions")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     print("| model | ours ms | plain loop ms | ours / plain (quartiles) | processor time ours / plain |")
     print("|---|---|---|---|---|")
     rows = []
     for name in arguments.cases:
-        result = run_ranks(measure, 1, name, arguments.rounds)[0]
+        result = run_ranks(measure, 1, name, arguments.rounds, CPU, arguments.captured)[0]
         ours, plain = result["losses"]["ours"][:3], result["losses"]["plain"][:3]
         if max(abs(a - b) / b for a, b in zip(ours, plain, strict=True)) > 1e-4:
             raise SystemExit(f"{name}: the two runs do not train the same model: losses {ours} and {plain}")

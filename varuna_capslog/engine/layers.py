@@ -22,6 +22,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.functions import LayerFunctions
 from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.layout import Gradients, Layout
 from varuna_capslog.engine.offload import GradientBox, laid_out
@@ -360,6 +361,7 @@ class EngineLayer:
 
     Attributes:
         index: position in the chain. compiled: if not None, runs in training instead of the module.
+        functions: if not None, may run in place of the module where a forward keeps its graph.
         parameters: this layer's own leaves, by name in the layer; all leaves of a shared parameter have one storage.
         masters: float32 masters of trained 16-bit parameters, by name in the layer; the optimizer steps a master, and
             the parameter is its rounding. All uses of a shared parameter have one master.
@@ -388,6 +390,7 @@ class EngineLayer:
                 part.weight.register_hook(dense_gradient)
         self.statistics = RunningStatistics(layer.module)
         self.compiled: CompiledForward | None = None
+        self.functions: LayerFunctions | None = None
         self._precision = precision
         self._python = any(isinstance(part, (Whole, WholeModel)) for part in layer.module.modules())
         self._stateless = self._plain = False
@@ -427,6 +430,11 @@ class EngineLayer:
     def compiles(self) -> bool:
         """True where `compiled` runs; evaluations run the module itself."""
         return self.compiled is not None and self.layer.module.training
+
+    @property
+    def plain(self) -> bool:
+        """True where a forward is the module's own, with torch's random numbers alone; False before the first one."""
+        return self._plain and not self.builds_graph
 
     @property
     def builds_graph(self) -> bool:

@@ -324,6 +324,10 @@ class Reach:
         """All (value, layer that has a gradient for it); the loss counts as layer L."""
         return self._reached[1]
 
+    def carries(self, value: Value) -> bool:
+        """True where the loss depends on the value."""
+        return value in self._reached[0]
+
     def has(self, key: GradientKey, cut: int) -> bool:
         """True where the layers behind a cut have this gradient."""
         if not self._specs[key[0]].requires_grad:

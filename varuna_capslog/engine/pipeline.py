@@ -20,6 +20,7 @@ from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.compiling import LayerCompiler
 from varuna_capslog.engine.executor import Contexts, Executor, Observer
+from varuna_capslog.engine.functions import LayerFunctions
 from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, specs_of_values, stage_dimensions
 from varuna_capslog.engine.interface import NO_REPORT, EngineParts, Load, RankReport, Verdict
 from varuna_capslog.engine.layers import EngineLayer, StatisticsBook, take_layers
@@ -140,6 +141,9 @@ class PipelineEngine:
         self._observer = observer
         # a run on fake tensors uses the layers uncompiled
         self._compiler = None if ready.device_type else self._made_compiler()
+        for layer in self.layers:  # nothing of functions has run on an accelerator yet
+            has_functions = device.type == "cpu" and not ready.device_type and not self._splits
+            layer.functions = (layer.functions or LayerFunctions(layer)) if has_functions else None
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
         self._specs: dict[object, tuple[LateSpecs, Reach]] = {}
@@ -165,13 +169,18 @@ class PipelineEngine:
         """Ordered pairs of ranks between which tensors travel; see `Layout.pairs`."""
         return self.layout.pairs(self._graph.edges, [shared.layers for shared in self.chain.shared])
 
+    @property
+    def _splits(self) -> bool:
+        """True where a backward is split into the gradients of inputs and those of parameters."""
+        actions = (action for row in self.options.actions or () for action in row)
+        return self.options.splits_backwards or any("I" in action for action in actions)
+
     def _made_compiler(self) -> LayerCompiler | None:
         """Compiler of this rank's layers; None where nothing is compiled."""
         backend = self.options.compile
         if backend is None and not any(backend_of(layer.module) for layer in self.chain.layers):
             return None
-        actions = (action for row in self.options.actions or () for action in row)
-        splits = self.options.splits_backwards or any("I" in action for action in actions)
+        splits = self._splits
         parts = any(interval.parts for stage in self.layout.stages for interval in stage.memory or ())
         if splits or parts or any(stage.offloads for stage in self.layout.stages):
             conflict = "splits its backwards" if splits else "offloads what layers save"

@@ -207,9 +207,12 @@ class StageSegment:
                 if layer.builds_graph and not graph:
                     wants = {value.name: specs[value].requires_grad for value in read}
                     reads = {name: tensor.detach().requires_grad_(wants[name]) for name, tensor in reads.items()}
+                functions = None
                 if call is None:
-                    instead = self._parted_forwards.get(layer.index) if graph else None
-                    outputs = layer.forward(reads, context.index, seeds, graph, record, instead)
+                    parted = self._parted_forwards.get(layer.index) if graph else None
+                    if graph and parted is None and layer.functions is not None:
+                        functions = self._functions(layer, reads, writes, context)
+                    outputs = layer.forward(reads, context.index, seeds, graph, record, parted or functions)
                 else:
                     with _taken(call, layer):
                         outputs = layer.forward(reads, context.index, seeds, graph, record)
@@ -221,7 +224,7 @@ class StageSegment:
                         written = open_graph.close(written)
                         state.graphs.append(open_graph)
                         open_graph = None
-                    else:
+                    elif functions is None:  # functions lay their gradients out themselves
                         for value in handed_on:
                             if written[value].requires_grad:
                                 keep_layout(written[value])
@@ -230,6 +233,15 @@ class StageSegment:
                 for value in dead:
                     live.pop(value, None)
         return live
+
+    def _functions(
+        self, layer: EngineLayer, reads: Mapping[str, Tensor], writes: Mapping[str, Value], context: CallContext
+    ) -> Callable[..., Any] | None:
+        """Functions that run in place of the layer's module; None: the module."""
+        assert layer.functions is not None
+        tensors = [reads[name] for name in layer.layer.reads]
+        values = [writes[name] for name in layer.layer.writes]
+        return layer.functions.instead(tensors, lambda number: context.reach.carries(values[number]))
 
     def _ends(self, place: int, written: Mapping[Value, Tensor], specs: Mapping[Value, TensorSpec]) -> bool:
         """True where a graph must end after this layer, since another value that is alive there has a gradient."""

@@ -1,0 +1,194 @@
+"""Functions of captured layers: the bits of autograd over cut lists and recomputation, and no more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+from tests.engine.compare import merged
+from tests.engine.pool import WorkerPool
+from varuna_capslog.engine import functions
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.functions import LayerFunctions
+from varuna_capslog.engine.layers import take_layers
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.probe import PeakProbe
+from varuna_capslog.engine.recipe import EngineOptions
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.workload import Minibatch
+
+NEVER = 10**9
+MICROBATCHES = 3
+
+
+class Tied(nn.Module):
+    """Decoder of two blocks whose head is its embedding; each block also reads the embedded tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.25), nn.Linear(16, 8))
+            for _ in range(2)
+        )
+        self.register_buffer("mask", torch.ones(5, 5).tril())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = hidden = self.embedding(tokens)
+        for block in self.blocks:
+            weights = (hidden @ hidden.transpose(1, 2)).masked_fill(self.mask == 0, -1e4).softmax(-1)
+            hidden = hidden + block(weights @ hidden + first)
+        return hidden @ self.embedding.weight.t()
+
+
+MODELS: dict[str, Any] = {
+    "convnext": lambda: ConvNeXt([CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 1)], 0.0, num_classes=5),
+    "transformer": lambda: nn.Transformer(16, 2, 2, 2, 16, dropout=0.1, batch_first=True),
+    "tied": Tied,
+}
+INPUTS: dict[str, Any] = {
+    "convnext": lambda: {"x": torch.randn(2, 3, 32, 32)},
+    "transformer": lambda: {"src": torch.randn(2, 5, 16), "tgt": torch.randn(2, 4, 16)},
+    "tied": lambda: {"tokens": torch.randint(11, (2, 5))},
+}
+
+
+def inputs_of(name: str, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    made: dict[str, Tensor] = INPUTS[name]()
+    return made
+
+
+def captured(name: str) -> Chain:
+    torch.manual_seed(0)
+    return Chain.from_module(MODELS[name]().train(), None, inputs_of(name, 0))
+
+
+def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    return {"loss": sum(output.square().mean() for output in outputs.values()) / normalisers["microbatches"]}
+
+
+def steps(communicator: Communicator, name: str, cuts: tuple[int, ...], calls: int, recompute: bool) -> dict[str, Any]:
+    """Make three steps; return losses, this rank's weights, and the layers that have functions at the end."""
+    before, functions.CALLS = functions.CALLS, calls
+    try:
+        chain = captured(name)
+        inputs = [inputs_of(name, microbatch) for microbatch in range(MICROBATCHES)]
+        specs = [{key: TensorSpec.of(tensor) for key, tensor in values.items()} for values in inputs]
+        batch = Minibatch(specs, [None] * MICROBATCHES, {"microbatches": float(MICROBATCHES)}, [[0], [1], [2]])
+        options = EngineOptions(MICROBATCHES, seed=1, recompute=recompute, clip_norm=0.5)
+        engine = PipelineEngine(
+            chain, loss, Layout.pipelines(cuts, len(chain)), options, communicator, torch.device("cpu")
+        )
+        losses = [train_step(engine, number, batch, inputs.__getitem__).parts["loss"] for number in (1, 2, 3)]
+        weights = {key: parameter.detach().clone() for key, parameter in engine.optimizer.parameters.items()}
+        made = [layer.name for layer in engine.layers if layer.functions is not None and layer.functions._made]
+        return {"losses": losses, "weights": weights, "made": made}
+    finally:
+        functions.CALLS = before
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_functions_have_the_bits_of_autograd_under_any_cuts(pool: WorkerPool, name: str, recompute: bool) -> None:
+    length = len(captured(name))
+    expected = pool.run(steps, 1, name, (0,), NEVER, recompute)[0]
+    assert expected["made"] == []
+    for cuts in ((0,), (0, length // 2)):
+        for calls in (1, MICROBATCHES):  # from the second microbatch on; from the second step on
+            ranks = pool.run(steps, len(cuts), name, cuts, calls, recompute)
+            assert sum(len(rank["made"]) for rank in ranks) >= length - 1
+            assert all(rank["losses"] == expected["losses"] for rank in ranks)
+            weights = merged(ranks, "weights")
+            assert weights.keys() == expected["weights"].keys()
+            assert [key for key in weights if not torch.equal(weights[key], expected["weights"][key])] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_call_of_functions_takes_no_more_memory_than_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = captured(name)
+    tensors, peaks = inputs_of(name, 0), []
+    for layer in take_layers(chain, range(len(chain)), torch.device("cpu")):
+        reads = {
+            key: tensors[key].detach().requires_grad_(tensors[key].is_floating_point()) for key in layer.layer.reads
+        }
+        layer.forward(reads, 0, 0, graph=True, record=True)
+        monkeypatch.setattr(functions, "CALLS", 1)
+        made = _made(layer, [*reads.values()])
+        rows = [_peak(layer, reads, instead) for instead in (None, made)]
+        assert made is not None
+        written = layer.forward(reads, 0, 0, True, True)
+        sizes = [tensor.nbytes for tensor in written.values() if tensor.requires_grad]
+        # gradients of several outputs stay until the backward of the layer ends
+        assert rows[1] <= rows[0] + (sum(sizes) if len(sizes) > 1 else 0), layer.name
+        peaks.append(rows)
+        tensors |= {key: tensor.detach() for key, tensor in written.items()}
+    assert len(peaks) == len(chain)
+
+
+def _peak(layer: Any, reads: Mapping[str, Tensor], instead: Any) -> int:
+    """Return the peak of the second microbatch, whose gradients are added to those of the first."""
+    for parameter in layer.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    with PeakProbe(torch.device("cpu")) as probe:
+        written = layer.forward(reads, 0, 0, True, True, instead)
+        ends = [tensor for tensor in written.values() if tensor.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
+    for tensor in reads.values():
+        tensor.grad = None
+    return int(probe.peak_bytes)
+
+
+def test_a_layer_is_traced_after_its_calls_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "CALLS", 2)
+    layer = _layer()
+    calls = [layer.functions.instead([torch.ones(2, 4)], lambda number: True) for _ in range(4)]
+    assert [made is not None for made in calls] == [False, False, True, True]
+    assert calls[2] is calls[3]
+    assert layer.functions.instead([torch.ones(4, 2).t()], lambda number: True) is None  # another layout
+
+
+def test_layers_that_functions_might_change_keep_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "CALLS", 1)
+    tensors = [torch.ones(2, 4)]
+    layer = _layer()
+    assert _made(layer, tensors) is not None
+    assert _made(layer, tensors, reached=False) is None  # the loss does not read the output
+    layer.layer.module.register_forward_hook(lambda *_: None)
+    assert _made(layer, tensors) is None
+    chain = Chain([Layer("linear", nn.Linear(4, 4))], ("x",), ("x",))
+    by_hand = take_layers(chain, [0], torch.device("cpu"))[0]
+    by_hand.forward({"x": tensors[0]}, 0, 0, graph=True, record=True)
+    assert _made(by_hand, tensors) is None  # its code may change
+
+
+def _made(layer: Any, tensors: Sequence[Tensor], reached: bool = True) -> Any:
+    """Return the functions of a layer after its second call."""
+    layer_functions = LayerFunctions(layer)
+    return [layer_functions.instead(tensors, lambda number: reached) for _ in range(2)][1]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() + x
+
+
+def _layer() -> Any:
+    """Return the captured layer of a model, after one forward, with functions."""
+    chain = Chain.from_module(Small().train(), [], {"x": torch.ones(2, 4)})
+    layer = take_layers(chain, [0], torch.device("cpu"))[0]
+    layer.forward({"x": torch.ones(2, 4)}, 0, 0, graph=True, record=True)
+    layer.functions = LayerFunctions(layer)
+    return layer

@@ -1,0 +1,561 @@
+"""Plain functions of captured layers: a layer that has run often becomes one node of the autograd graph.
+
+Autograd makes a node for every operator of a layer, and a hook of Python gives gradients between layers their layout. A
+layer that has run `CALLS` times is traced for the sizes of these calls, forward and backward together, by torch's
+ahead-of-time tracing without decompositions. The trace is split into a forward and a backward function, whose saved
+tensors are values between them. Both are Python code that calls the same operators in the same order as autograd, so
+every number keeps its bits; they are taken only after outputs and gradients of one call were equal to autograd's.
+Operators that only look at a tensor in another way are left out where nothing needs them. A layer takes no more memory
+than with autograd, but that the gradients of several outputs stay until its backward ends, and once for that call.
+
+Captured layers alone have functions, since the code of others may do something else in a later call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from varuna_capslog.engine.offload import laid_out
+from varuna_capslog.model.capture.runtime import CapturedGraph
+from varuna_capslog.model.capture.trial import same_bits
+
+if TYPE_CHECKING:
+    from varuna_capslog.engine.layers import EngineLayer
+
+__all__ = ["CALLS", "LayerFunctions"]
+
+_log = logging.getLogger(__name__)
+
+CALLS = 1000
+"""Calls of a layer at one size before it is traced: a trace takes as long as functions save in about as many calls."""
+_MOST_SIZES = 8
+"""Number of different sizes after which a layer is never traced."""
+_aten = torch.ops.aten
+_SAME = (_aten.alias.default, _aten.detach.default)
+"""Operators that return the same tensor; autograd needs them, functions without it do not."""
+
+
+class LayerFunctions:
+    """Functions of one layer, by the sizes of its inputs; made when the layer has run often enough."""
+
+    def __init__(self, layer: EngineLayer) -> None:
+        self._layer, self._module = layer, layer.layer.module
+        self._calls: dict[object, int] = {}
+        self._made: dict[object, Callable[..., Any]] = {}
+        self._ended = not _is_traceable(self._module)
+
+    def instead(self, tensors: Sequence[Tensor], reached: Callable[[int], bool]) -> Callable[..., Any] | None:
+        """Return what is called with these tensors in place of the module; None: the module itself.
+
+        reached: whether the loss depends on the output of this number. Counts the call.
+        """
+        if self._ended:
+            return None
+        key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+        if (made := self._made.get(key)) is not None:
+            return made
+        calls = self._calls[key] = self._calls.get(key, 0) + 1
+        if calls <= CALLS:
+            self._ended = len(self._calls) > _MOST_SIZES
+            return None
+        self._ended = True
+        if not self._layer.plain or any(type(tensor) is not Tensor for tensor in tensors):
+            return None
+        try:
+            traced = _Traced.of(self._module, tensors, reached)
+            if not _have_equal_bits((self._module, traced), tensors, traced.trained):
+                raise _NotTraceable("its functions give other bits")
+        except Exception as error:  # of torch, for any operator that it cannot trace
+            _log.debug("layer %s has no functions (%s: %s)", self._layer.name, type(error).__name__, error)
+            return None
+        self._ended = False
+        self._made[key] = traced
+        return traced
+
+
+def _is_traceable(module: nn.Module) -> bool:
+    """Return True for a captured layer without hooks whose parameters are ordinary tensors."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return (
+        isinstance(module, CapturedGraph)
+        and not any(getattr(part, name) for part in module.modules() for name in hooks)
+        and all(type(parameter) is nn.Parameter and not parameter._backward_hooks for parameter in module.parameters())
+        and not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters())
+        and all(type(buffer) is Tensor for buffer in module.buffers())
+    )
+
+
+def _have_equal_bits(
+    ways: Sequence[Callable[..., Any]], tensors: Sequence[Tensor], trained: Sequence[nn.Parameter]
+) -> bool:
+    """Run a layer in each of two ways, with the same random numbers; return True where outputs and all gradients are
+    equal to the bit, for a first microbatch and for a second one. Gradients that are there stay as they are.
+    """
+    sums, state = [parameter.grad for parameter in trained], torch.get_rng_state()
+    rows: list[list[Tensor | None]] = []
+    try:
+        for way in ways:
+            row: list[Tensor | None] = []
+            for parameter in trained:
+                parameter.grad = None
+            for _ in range(2):
+                torch.set_rng_state(state)
+                leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+                with torch.enable_grad():
+                    written = way(*leaves)
+                outputs = [written] if isinstance(written, Tensor) else list(written)
+                ends = [output for output in outputs if output.requires_grad]
+                gradients = [torch.randn_like(output) for output in ends]
+                torch.autograd.backward(ends, [gradient.clone() for gradient in gradients])
+                row += [*(output.detach() for output in outputs), *(leaf.grad for leaf in leaves)]
+            rows.append([*row, *(parameter.grad for parameter in trained)])
+    finally:
+        torch.set_rng_state(state)
+        for parameter, gradient in zip(trained, sums, strict=True):
+            parameter.grad = gradient
+    return all(map(_is_equal, *rows))
+
+
+def _is_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    layouts = zip(first.shape, first.stride(), second.stride(), strict=True)
+    return all(one == other for size, one, other in layouts if size > 1) and same_bits(first, second)
+
+
+class _NotTraceable(Exception):
+    """Raised for a trace that functions cannot be made of."""
+
+
+# -- the trace, and the two functions
+
+
+@dataclass
+class _Part:
+    """Nodes of one function. reads: its first arguments. state: parameters and buffers that it reads. returns: results,
+    None for those that do not exist.
+    """
+
+    nodes: list[fx.Node]
+    reads: list[fx.Node]
+    state: list[fx.Node]
+    returns: list[fx.Node | None]
+
+
+@dataclass
+class _Traced:
+    """Functions of a module for one size of its inputs; called as the module is.
+
+    Attributes:
+        trained: parameters that get a gradient.
+        wanted: for each input, whether it gets a gradient. carries: for each output, whether it has one.
+        strides: layout of the gradients of the outputs.
+        forward: inputs -> outputs, then saved tensors. first, later: saved tensors and gradients of the outputs ->
+            gradients of the inputs, after those of the parameters (first) or with those added to their sums (later).
+        forward_state, backward_state: parameters and buffers that are the functions' last arguments.
+        sums: numbers of the trained parameters whose sums are arguments of later, before those.
+    """
+
+    trained: list[nn.Parameter]
+    wanted: list[bool]
+    carries: list[bool]
+    strides: list[tuple[int, ...]]
+    forward: Callable[..., list[Any]]
+    first: Callable[..., list[Any]]
+    later: Callable[..., list[Any]]
+    forward_state: list[Tensor]
+    backward_state: list[Tensor]
+    sums: list[int]
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: Sequence[Tensor], reached: Callable[[int], bool]) -> _Traced:
+        """Trace a module. Raises _NotTraceable, or torch's errors."""
+        state = dict(module.named_parameters()) | dict(module.named_buffers())
+        trained = [value for value in state.values() if isinstance(value, nn.Parameter) and value.requires_grad]
+        wanted = [tensor.requires_grad for tensor in inputs]
+        with _disable_current_modes(), torch.enable_grad():
+            graph, carries = _joint_graph(module, state, inputs)
+            if not all(reached(number) for number, carried in enumerate(carries) if carried):
+                raise _NotTraceable("the loss does not depend on every output")
+            _check(graph, len(state) + len(inputs))
+            _prune(graph)
+            forward, backward, strides = _split(graph, len(state), len(inputs), len(carries))
+            _sum_in_place(backward)
+            tensors = dict(zip(graph.find_nodes(op="placeholder"), state.values(), strict=False))
+            first, later, sums = _with_sums(backward, trained)
+            functions = _code(forward, 0), _code(first, len(first.reads)), _code(later, len(backward.reads))
+        forward_state, backward_state = ([tensors[node] for node in part.state] for part in (forward, backward))
+        return cls(trained, wanted, carries, strides, *functions, forward_state, backward_state, sums)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run the forward as one node of the autograd graph, where an input or a parameter has a gradient."""
+        return _Node.apply(self, None if any(self.wanted) else next(iter(self.trained), None), *tensors)
+
+    def run_forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        """Return the outputs and the saved tensors."""
+        results = self.forward(*tensors, *self.forward_state)
+        count = len(self.carries)
+        return results[:count], results[count:]
+
+    def run_backward(self, saved: list[Any], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the wanted inputs; add those of the parameters to their `.grad`. Empties `saved`."""
+        carried = [gradient for gradient, carries in zip(gradients, self.carries, strict=True) if carries]
+        for gradient, stride in zip(carried, self.strides, strict=True):
+            assert gradient is not None
+            saved.append(laid_out(gradient, stride))
+        del carried, gradients
+        trained = self.trained
+        sums = [trained[number].grad for number in self.sums]
+        if all(total is not None for total in sums):
+            return self.later(saved, *sums, *self.backward_state)
+        results = self.first(saved, *self.backward_state)
+        for parameter, gradient in zip(trained, results, strict=False):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return results[len(trained) :]
+
+
+class _Node(torch.autograd.Function):
+    """Node of a layer in the autograd graph.
+
+    Its backward adds gradients of parameters to `.grad` itself, as soon as each is there.
+    """
+
+    @staticmethod
+    def forward(context: Any, traced: _Traced, parameter: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the layer's forward. parameter: makes the node where no input has a gradient."""
+        outputs, context.saved = traced.run_forward(tensors)
+        context.traced = traced
+        if not all(traced.carries):
+            without = zip(outputs, traced.carries, strict=True)
+            context.mark_non_differentiable(*[output for output, carries in without if not carries])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the layer's backward; an output without a gradient has one of zeros here."""
+        traced, saved = context.traced, context.saved
+        context.saved = None
+        results = iter(traced.run_backward(saved, gradients))
+        return (None, None, *[next(results) if wanted else None for wanted in traced.wanted])
+
+
+def _joint_graph(
+    module: nn.Module, state: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> tuple[fx.Graph, list[bool]]:
+    """Trace forward and backward together, on fake tensors; also return which outputs have a gradient.
+
+    The graph's arguments are the state, the inputs and the gradients of the outputs that have one; its results are the
+    outputs, the gradients of trained parameters, and those of inputs that want one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    names = list(state)
+
+    def run(state: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        written = functional_call(module, dict(zip(names, state, strict=True)), tuple(inputs))
+        return (written,) if isinstance(written, Tensor) else tuple(written)
+
+    def both(state: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Any]:
+        outputs = run(state, inputs)
+        sources = [tensor for tensor in (*state, *inputs) if tensor.requires_grad]
+        ends = [output for output in outputs if output.requires_grad]
+        return [*outputs, *torch.autograd.grad(ends, sources, gradients, allow_unused=True)]
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values = [mode.from_tensor(tensor) for tensor in state.values()]
+    leaves = [mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in inputs]
+    with mode:
+        outputs = run(values, leaves)
+        carries = [output.requires_grad for output in outputs]
+        gradients = [torch.zeros_like(output) for output in outputs if output.requires_grad]
+    traced = make_fx(both, tracing_mode="fake", _allow_non_fake_inputs=True)(values, leaves, gradients)
+    traced.graph.set_codegen(fx.graph.CodeGen())
+    return traced.graph, carries
+
+
+def _check(graph: fx.Graph, given: int) -> None:
+    """Raise _NotTraceable for constants of the code, for calls other than torch's operators, and for a graph that
+    changes one of its first `given` arguments.
+    """
+    arguments = graph.find_nodes(op="placeholder")[:given]
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            raise _NotTraceable("it has a tensor that is neither a parameter nor a buffer")
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise _NotTraceable(f"it calls {node.target}")
+        if _is_mutable(node) and _root(node.args[0]) in arguments:
+            raise _NotTraceable(f"{node.target} changes an argument")
+
+
+def _root(node: Any) -> Any:
+    """Return the node whose memory a node looks at, through views and changes in place."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and (_is_view(node) or _is_mutable(node)):
+        node = node.args[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Return True for a call that computes nothing: its results are views of its first argument."""
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        return _is_view(source)
+    target: Any = node.target
+    if target is _aten._unsafe_view.default:
+        return True
+    aliases = [returned.alias_info for returned in target._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _prune(graph: fx.Graph) -> None:
+    """Leave out operators that return the same tensor, views of views, and transposes of transposes."""
+    for node in graph.nodes:
+        if node.target in _SAME:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is _aten.t.default and node.args[0].target is _aten.t.default:
+            node.replace_all_uses_with(node.args[0].args[0])
+        elif node.target is _aten.view.default:
+            _shorten(node)
+    graph.eliminate_dead_code(is_impure_node=_has_effect)
+
+
+def _shorten(view: fx.Node) -> None:
+    """Let a view look at the tensor behind other views of contiguous memory; leave it out where it changes nothing."""
+    source: Any = view.args[0]
+    while source.target in (_aten.view.default, _aten._unsafe_view.default) and _value(source.args[0]).is_contiguous():
+        source = source.args[0]
+    if _value(source).shape == _value(view).shape and _value(source).stride() == _value(view).stride():
+        view.replace_all_uses_with(source)
+    else:
+        view.args = (source, view.args[1])
+
+
+def _value(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Return True for arguments and results, and operators that change a tensor or draw random numbers."""
+    target: Any = node.target
+    draws = node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return node.op in ("placeholder", "output") or draws or _is_mutable(node)
+
+
+def _split(
+    graph: fx.Graph, num_state: int, num_inputs: int, num_outputs: int
+) -> tuple[_Part, _Part, list[tuple[int, ...]]]:
+    """Return forward, backward and the layouts of gradients. A view that only the backward needs is made there."""
+    arguments = graph.find_nodes(op="placeholder")
+    state, inputs = arguments[:num_state], arguments[num_state:][:num_inputs]
+    gradients = arguments[num_state + num_inputs :]
+    returned: Any = graph.output_node().args[0]
+    results: list[Any] = list(returned)
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    behind = set(gradients)
+    for node in calls:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    before = [node for node in calls if node not in behind]
+    needed = _sources([*results[:num_outputs], *(node for node in before if not _is_view(node))])
+    first = [node for node in before if node in needed]
+    done = {*first, *state}
+    second = [node for node in calls if node not in done]
+    there = {*second, *state, *gradients}
+    saved = dict.fromkeys(node for call in second for node in call.all_input_nodes if node not in there)
+    forward = _Part(first, inputs, _read_by(first, state), [*results[:num_outputs], *saved])
+    backward = _Part(second, [*saved, *gradients], _read_by(second, state), results[num_outputs:])
+    return forward, backward, [_value(node).stride() for node in gradients]
+
+
+def _sum_in_place(part: _Part) -> None:
+    """Add to the first of two gradients in place where nothing else reads it, as autograd does."""
+    for node in part.nodes:
+        total: Any = node.args[0] if node.target is _aten.add.Tensor and not node.kwargs else None
+        if total not in part.nodes or len(total.users) > 1 or _root(total) is not total:
+            continue
+        before, after = _value(total), _value(node)
+        if (before.shape, before.stride(), before.dtype) == (after.shape, after.stride(), after.dtype):
+            node.target = _aten.add_.Tensor
+
+
+def _sources(ends: Iterable[Any]) -> set[fx.Node]:
+    """Return the nodes from which these are computed, with themselves."""
+    reached, stack = set[fx.Node](), [node for node in ends if isinstance(node, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack += node.all_input_nodes
+    return reached
+
+
+def _read_by(calls: Collection[fx.Node], state: Sequence[fx.Node]) -> list[fx.Node]:
+    readers = set(calls)
+    return [node for node in state if not readers.isdisjoint(node.users)]
+
+
+def _with_sums(part: _Part, trained: Sequence[nn.Parameter]) -> tuple[_Part, _Part, list[int]]:
+    """Return the backward of the first microbatch, that of later ones, and the numbers of the trained parameters to
+    whose sums the later ones add, each as soon as its gradient is there.
+
+    The first one returns gradients that nothing else holds, in the layout of their parameters, as autograd keeps them.
+    """
+    of_parameters, others = part.returns[: len(trained)], part.returns[len(trained) :]
+    roots = [_root(node) for node in part.returns]
+    first, later = list(part.nodes), list(part.nodes)
+    returned: list[fx.Node | None] = []
+    totals: dict[int, fx.Node] = {}
+    for number, (node, root, parameter) in enumerate(zip(of_parameters, roots, trained, strict=False)):
+        if node is None:
+            returned.append(None)
+            continue
+        graph, value = node.graph, _value(node)
+        owned = root in part.nodes and roots.count(root) == 1 and value.stride() == parameter.stride()
+        if owned:
+            returned.append(node)
+        else:
+            sizes = list(parameter.shape), list(parameter.stride())
+            empty = _insert(graph, node, _aten.new_empty_strided.default, (node, *sizes), value)
+            filled = _insert(graph, empty, _aten.copy_.default, (empty, node), value)
+            _place_after(first, node, [empty, filled])
+            returned.append(filled)
+        with graph.inserting_before(next(iter(graph.nodes))):
+            total = graph.placeholder(f"sum_{number}")
+        total.meta["val"] = value
+        _place_after(later, node, [_insert(graph, node, _aten.add_.Tensor, (total, node), value)])
+        totals[number] = total
+    return (
+        _Part(first, part.reads, part.state, [*returned, *others]),
+        _Part(later, [*part.reads, *totals.values()], part.state, others),
+        list(totals),
+    )
+
+
+def _insert(graph: fx.Graph, place: fx.Node, target: Any, arguments: tuple[Any, ...], value: Tensor) -> fx.Node:
+    with graph.inserting_after(place):
+        node = graph.call_function(target, arguments)
+    node.meta["val"] = value
+    return node
+
+
+def _place_after(nodes: list[fx.Node], place: fx.Node, more: Sequence[fx.Node]) -> None:
+    position = nodes.index(place) + 1 if place in nodes else 0
+    nodes[position:position] = more
+
+
+# -- the code of a function
+
+
+def _code(part: _Part, taken: int) -> Callable[..., list[Any]]:
+    """Return a part as Python code. Its first `taken` arguments come in a list, which it empties, so that each is freed
+    after its last use; `taken` 0: there is no list.
+
+    It calls torch's own functions and methods, such as `torch.mm(a, b)` and `a.view([2, 3])`, where these call exactly
+    the operator, since that takes half the time of a call by name.
+    """
+    scope: dict[str, Any] = {"torch": torch}
+    last = {source: node for node in part.nodes for source in node.all_input_nodes}
+    stays = {*part.state, *part.returns}
+    lines = [f"{_text(node)} = saved.pop()" for node in reversed(part.reads[:taken])]
+    for node in part.nodes:
+        read = [source for source in dict.fromkeys(node.all_input_nodes) if last[source] is node]
+        dropped = [source for source in (*read, node) if source not in stays and last.get(source, node) is node]
+        freed = "".join(f"; {_text(source)} = None" for source in dropped)
+        lines.append(f"{_text(node)} = {_call(node, scope)}{freed}")
+    names = [_text(node) for node in (*part.reads[taken:], *part.state)]
+    head = f"def function({', '.join(['saved', *names] if taken else names)}):"
+    exec("\n    ".join([head, *lines, f"return {_text(part.returns)}"]), scope)
+    function: Callable[..., list[Any]] = scope["function"]
+    return function
+
+
+def _call(node: fx.Node, scope: dict[str, Any]) -> str:
+    """Return the text of a node's call; adds what it names to `scope`."""
+    if node.target is operator.getitem:
+        return f"{_text(node.args[0])}[{node.args[1]}]"
+    named = [f"{key}={_text(argument)}" for key, argument in node.kwargs.items()]
+    arguments = [_text(argument) for argument in node.args] + named
+    name = _binding(node)
+    if name is None:
+        target: Any = node.target
+        name = f"{target._opname}_{target._overloadname}"
+        scope[name] = target._op
+    elif name.startswith("."):
+        return f"{arguments[0]}{name}({', '.join(arguments[1:])})"
+    return f"{name}({', '.join(arguments)})"
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        return f"{argument.name}_"
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(_text(element) for element in argument)}]"
+    if isinstance(argument, torch.device):
+        return f'torch.device("{argument}")'
+    if isinstance(argument, float) and not -float("inf") < argument < float("inf"):
+        return f'float("{argument}")'
+    return str(argument) if isinstance(argument, (torch.dtype, torch.memory_format, torch.layout)) else repr(argument)
+
+
+def _binding(node: fx.Node) -> str | None:
+    """Return the name of a method or function of torch that calls exactly this operator: `.view`, `torch.mm`."""
+    target: Any = node.target
+    values = fx.map_arg(node.args, _value)
+    named = fx.map_arg(node.kwargs, _value)
+    found: dict[str, Any] = {}
+    if values and isinstance(values[0], Tensor) and target._schema.arguments[0].name == "self":
+        found[f".{target._opname}"] = getattr(Tensor, target._opname, None)
+    for name, holder in (("torch", torch), ("torch._C._nn", torch._C._nn)):
+        found[f"{name}.{target._opname}"] = getattr(holder, target._opname, None)
+    modes = {source.meta["val"].fake_mode for source in node.all_input_nodes}
+    for name, function in found.items():
+        if function is None:
+            continue
+        seen = _SeenCalls()
+        with torch.no_grad(), contextlib.ExitStack() as stack, contextlib.suppress(TypeError, RuntimeError):
+            for mode in (*modes, seen):
+                stack.enter_context(mode)
+            function(*values, **named)
+        if seen.calls == [(target, _all_arguments(target, values, named))]:
+            return name
+    return None
+
+
+class _SeenCalls(TorchDispatchMode):
+    """Mode that keeps the operators that are called, each with all its arguments, tensors by identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":
+            self.calls.append((func, _all_arguments(func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _all_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return all arguments of a call, defaults among them, with the identities of tensors."""
+    schema = target._schema.arguments
+    given = dict(zip([argument.name for argument in schema], args, strict=False)) | dict(kwargs)
+    values = [given.get(argument.name, argument.default_value) for argument in schema]
+    return [pytree.tree_map_only(Tensor, id, list(value) if isinstance(value, tuple) else value) for value in values]
