@@ -150,10 +150,10 @@ def _peak(layer: Any, reads: Mapping[str, Tensor], instead: Any) -> int:
 def test_a_layer_is_traced_after_its_calls_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "CALLS", 2)
     layer = _layer()
-    calls = [layer.functions.instead([torch.ones(2, 4)], lambda number: True) for _ in range(4)]
+    calls = [layer.functions.instead(layer, [torch.ones(2, 4)], lambda number: True) for _ in range(4)]
     assert [made is not None for made in calls] == [False, False, True, True]
     assert calls[2] is calls[3]
-    assert layer.functions.instead([torch.ones(4, 2).t()], lambda number: True) is None  # another layout
+    assert layer.functions.instead(layer, [torch.ones(4, 2).t()], lambda number: True) is None  # another layout
 
 
 def test_layers_that_functions_might_change_keep_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +172,8 @@ def test_layers_that_functions_might_change_keep_autograd(monkeypatch: pytest.Mo
 
 def _made(layer: Any, tensors: Sequence[Tensor], reached: bool = True) -> Any:
     """Return the functions of a layer after its second call."""
-    layer_functions = LayerFunctions(layer)
-    return [layer_functions.instead(tensors, lambda number: reached) for _ in range(2)][1]
+    layer_functions = LayerFunctions(layer.layer.module)
+    return [layer_functions.instead(layer, tensors, lambda number: reached) for _ in range(2)][1]
 
 
 class Small(nn.Module):
@@ -190,5 +190,5 @@ def _layer() -> Any:
     chain = Chain.from_module(Small().train(), [], {"x": torch.ones(2, 4)})
     layer = take_layers(chain, [0], torch.device("cpu"))[0]
     layer.forward({"x": torch.ones(2, 4)}, 0, 0, graph=True, record=True)
-    layer.functions = LayerFunctions(layer)
+    layer.functions = LayerFunctions(layer.layer.module)
     return layer

@@ -49,14 +49,16 @@ _SAME = (_aten.alias.default, _aten.detach.default)
 class LayerFunctions:
     """Functions of one layer, by the sizes of its inputs; made when the layer has run often enough."""
 
-    def __init__(self, layer: EngineLayer) -> None:
-        self._layer, self._module = layer, layer.layer.module
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module  # not the layer: a cycle would keep its tensors until garbage collection
         self._calls: dict[object, int] = {}
         self._made: dict[object, Callable[..., Any]] = {}
         self._ended = not _is_traceable(self._module)
 
-    def instead(self, tensors: Sequence[Tensor], reached: Callable[[int], bool]) -> Callable[..., Any] | None:
-        """Return what is called with these tensors in place of the module; None: the module itself.
+    def instead(
+        self, layer: EngineLayer, tensors: Sequence[Tensor], reached: Callable[[int], bool]
+    ) -> Callable[..., Any] | None:
+        """Return what is called with these tensors in place of the layer's module; None: the module itself.
 
         reached: whether the loss depends on the output of this number. Counts the call.
         """
@@ -70,14 +72,14 @@ class LayerFunctions:
             self._ended = len(self._calls) > _MOST_SIZES
             return None
         self._ended = True
-        if not self._layer.plain or any(type(tensor) is not Tensor for tensor in tensors):
+        if not layer.plain or any(type(tensor) is not Tensor for tensor in tensors):
             return None
         try:
             traced = _Traced.of(self._module, tensors, reached)
             if not _have_equal_bits((self._module, traced), tensors, traced.trained):
                 raise _NotTraceable("its functions give other bits")
         except Exception as error:  # of torch, for any operator that it cannot trace
-            _log.debug("layer %s has no functions (%s: %s)", self._layer.name, type(error).__name__, error)
+            _log.debug("layer %s has no functions (%s: %s)", layer.name, type(error).__name__, error)
             return None
         self._ended = False
         self._made[key] = traced

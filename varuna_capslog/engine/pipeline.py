@@ -143,7 +143,7 @@ class PipelineEngine:
         self._compiler = None if ready.device_type else self._made_compiler()
         for layer in self.layers:  # nothing of functions has run on an accelerator yet
             has_functions = device.type == "cpu" and not ready.device_type and not self._splits
-            layer.functions = (layer.functions or LayerFunctions(layer)) if has_functions else None
+            layer.functions = (layer.functions or LayerFunctions(layer.layer.module)) if has_functions else None
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
         self._specs: dict[object, tuple[LateSpecs, Reach]] = {}

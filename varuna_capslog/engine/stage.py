@@ -241,7 +241,7 @@ class StageSegment:
         assert layer.functions is not None
         tensors = [reads[name] for name in layer.layer.reads]
         values = [writes[name] for name in layer.layer.writes]
-        return layer.functions.instead(tensors, lambda number: context.reach.carries(values[number]))
+        return layer.functions.instead(layer, tensors, lambda number: context.reach.carries(values[number]))
 
     def _ends(self, place: int, written: Mapping[Value, Tensor], specs: Mapping[Value, TensorSpec]) -> bool:
         """True where a graph must end after this layer, since another value that is alive there has a gradient."""
