@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -49,15 +49,42 @@ class Tied(nn.Module):
         return hidden @ self.embedding.weight.t()
 
 
+class Stacked(nn.Module):
+    """Blocks that stack three tensors, so that a backward adds to views of the gradient that comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stacking() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.stack((x, x, x))
+        for block in self.blocks:
+            parts = block(parts)
+        return parts
+
+
+class Stacking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, parts: Tensor) -> Tensor:
+        first, second, third = parts.unbind(0)
+        hidden = self.linear(first + second * third)
+        return torch.stack((hidden, hidden.tanh(), third))
+
+
 MODELS: dict[str, Any] = {
     "convnext": lambda: ConvNeXt([CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 1)], 0.0, num_classes=5),
     "transformer": lambda: nn.Transformer(16, 2, 2, 2, 16, dropout=0.1, batch_first=True),
     "tied": Tied,
+    "stacked": Stacked,
 }
 INPUTS: dict[str, Any] = {
     "convnext": lambda: {"x": torch.randn(2, 3, 32, 32)},
     "transformer": lambda: {"src": torch.randn(2, 5, 16), "tgt": torch.randn(2, 4, 16)},
     "tied": lambda: {"tokens": torch.randint(11, (2, 5))},
+    "stacked": lambda: {"x": torch.randn(2, 8)},
 }
 
 
@@ -122,7 +149,7 @@ def test_a_call_of_functions_takes_no_more_memory_than_autograd(name: str, monke
         }
         layer.forward(reads, 0, 0, graph=True, record=True)
         monkeypatch.setattr(functions, "CALLS", 1)
-        made = _made(layer, [*reads.values()])
+        made = _made(layer, reads)
         rows = [_peak(layer, reads, instead) for instead in (None, made)]
         assert made is not None
         written = layer.forward(reads, 0, 0, True, True)
@@ -150,45 +177,76 @@ def _peak(layer: Any, reads: Mapping[str, Tensor], instead: Any) -> int:
 def test_a_layer_is_traced_after_its_calls_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "CALLS", 2)
     layer = _layer()
-    calls = [layer.functions.instead(layer, [torch.ones(2, 4)], lambda number: True) for _ in range(4)]
+    calls = [layer.functions.instead(layer, {"x": torch.ones(2, 4)}, lambda name: True) for _ in range(4)]
     assert [made is not None for made in calls] == [False, False, True, True]
     assert calls[2] is calls[3]
-    assert layer.functions.instead(layer, [torch.ones(4, 2).t()], lambda number: True) is None  # another layout
+    assert layer.functions.instead(layer, {"x": torch.ones(4, 2).t()}, lambda name: True) is None  # another layout
 
 
 def test_layers_that_functions_might_change_keep_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "CALLS", 1)
-    tensors = [torch.ones(2, 4)]
+    reads = {"x": torch.ones(2, 4)}
     layer = _layer()
-    assert _made(layer, tensors) is not None
-    assert _made(layer, tensors, reached=False) is None  # the loss does not read the output
+    assert _made(layer, reads) is not None
+    assert _made(layer, reads, reached=False) is None  # the loss does not read the output
     layer.layer.module.register_forward_hook(lambda *_: None)
-    assert _made(layer, tensors) is None
+    assert _made(layer, reads) is None
     chain = Chain([Layer("linear", nn.Linear(4, 4))], ("x",), ("x",))
     by_hand = take_layers(chain, [0], torch.device("cpu"))[0]
-    by_hand.forward({"x": tensors[0]}, 0, 0, graph=True, record=True)
-    assert _made(by_hand, tensors) is None  # its code may change
+    by_hand.forward(reads, 0, 0, graph=True, record=True)
+    assert _made(by_hand, reads) is None  # its code may change
 
 
-def _made(layer: Any, tensors: Sequence[Tensor], reached: bool = True) -> Any:
+def test_a_gradient_in_another_layout_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the layout of the output, as one that crosses a cut does: sums in another order have other bits."""
+    monkeypatch.setattr(functions, "CALLS", 1)
+    layer = _layer(128, 64)
+    bias = layer.parameters["linear.bias"]
+    made, gradient = _made(layer, {"x": torch.ones(128, 64)}), torch.randn(128, 64)
+    found = []
+    for same in (gradient, gradient.t().contiguous().t()):
+        bias.grad = None
+        made(torch.ones(128, 64))[0].backward(same)
+        found.append(bias.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("broken", ["first", "later"])
+def test_functions_that_give_other_bits_are_not_taken(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    monkeypatch.setattr(functions, "CALLS", 1)
+    layer, reads = _layer(), {"x": torch.ones(2, 4).requires_grad_()}
+    assert _made(layer, reads) is not None
+    traced = functions._Traced.of
+
+    def wrong(*arguments: Any) -> Any:
+        made = traced(*arguments)
+        function = getattr(made, broken)
+        setattr(made, broken, lambda *values: [*function(*values)[:-1], torch.zeros(2, 4)])
+        return made
+
+    monkeypatch.setattr(functions._Traced, "of", wrong)
+    assert _made(layer, reads) is None
+
+
+def _made(layer: Any, reads: Mapping[str, Tensor], reached: bool = True) -> Any:
     """Return the functions of a layer after its second call."""
     layer_functions = LayerFunctions(layer.layer.module)
-    return [layer_functions.instead(layer, tensors, lambda number: reached) for _ in range(2)][1]
+    return [layer_functions.instead(layer, reads, lambda name: reached) for _ in range(2)][1]
 
 
 class Small(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).relu() + x
+        return self.linear(x) + x
 
 
-def _layer() -> Any:
+def _layer(rows: int = 2, width: int = 4) -> Any:
     """Return the captured layer of a model, after one forward, with functions."""
-    chain = Chain.from_module(Small().train(), [], {"x": torch.ones(2, 4)})
+    chain = Chain.from_module(Small(width).train(), [], {"x": torch.ones(rows, width)})
     layer = take_layers(chain, [0], torch.device("cpu"))[0]
-    layer.forward({"x": torch.ones(2, 4)}, 0, 0, graph=True, record=True)
+    layer.forward({"x": torch.ones(rows, width)}, 0, 0, graph=True, record=True)
     layer.functions = LayerFunctions(layer.layer.module)
     return layer

@@ -53,17 +53,19 @@ class LayerFunctions:
         self._module = module  # not the layer: a cycle would keep its tensors until garbage collection
         self._calls: dict[object, int] = {}
         self._made: dict[object, Callable[..., Any]] = {}
-        self._ended = not _is_traceable(self._module)
+        self._ended = not _is_traceable(module)
+        """True once no further call is counted: the layer has too many sizes, or could not be traced."""
 
     def instead(
-        self, layer: EngineLayer, tensors: Sequence[Tensor], reached: Callable[[int], bool]
+        self, layer: EngineLayer, reads: Mapping[str, Tensor], reached: Callable[[str], bool]
     ) -> Callable[..., Any] | None:
-        """Return what is called with these tensors in place of the layer's module; None: the module itself.
+        """Return what is called in place of the layer's module with the tensors that it reads; None: the module itself.
 
-        reached: whether the loss depends on the output of this number. Counts the call.
+        reached: whether the loss depends on the output of this name. Counts the call.
         """
         if self._ended:
             return None
+        tensors = [reads[name] for name in layer.layer.reads]
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors)
         if (made := self._made.get(key)) is not None:
             return made
@@ -71,18 +73,28 @@ class LayerFunctions:
         if calls <= CALLS:
             self._ended = len(self._calls) > _MOST_SIZES
             return None
-        self._ended = True
+        traced = self._traced(layer, tensors, reached)
+        self._ended = traced is None
+        if traced is not None:
+            self._made[key] = traced
+        return traced
+
+    def _traced(
+        self, layer: EngineLayer, tensors: Sequence[Tensor], reached: Callable[[str], bool]
+    ) -> Callable[..., Any] | None:
+        """Return the functions for these sizes; None where they cannot be made, or give other bits."""
         if not layer.plain or any(type(tensor) is not Tensor for tensor in tensors):
             return None
         try:
-            traced = _Traced.of(self._module, tensors, reached)
+            traced = _Traced.of(self._module, tensors)
+            carried = zip(layer.layer.writes, traced.carries, strict=True)
+            if not all(reached(name) for name, carries in carried if carries):
+                raise _NotTraceable("the loss does not depend on every output")
             if not _have_equal_bits((self._module, traced), tensors, traced.trained):
                 raise _NotTraceable("its functions give other bits")
         except Exception as error:  # of torch, for any operator that it cannot trace
             _log.debug("layer %s has no functions (%s: %s)", layer.name, type(error).__name__, error)
             return None
-        self._ended = False
-        self._made[key] = traced
         return traced
 
 
@@ -102,7 +114,8 @@ def _have_equal_bits(
     ways: Sequence[Callable[..., Any]], tensors: Sequence[Tensor], trained: Sequence[nn.Parameter]
 ) -> bool:
     """Run a layer in each of two ways, with the same random numbers; return True where outputs and all gradients are
-    equal to the bit, for a first microbatch and for a second one. Gradients that are there stay as they are.
+    equal to the bit, for a first microbatch and for a second one, those of the outputs afterwards, too: others may read
+    these. Gradients that are there stay as they are.
     """
     sums, state = [parameter.grad for parameter in trained], torch.get_rng_state()
     rows: list[list[Tensor | None]] = []
@@ -119,8 +132,8 @@ def _have_equal_bits(
                 outputs = [written] if isinstance(written, Tensor) else list(written)
                 ends = [output for output in outputs if output.requires_grad]
                 gradients = [torch.randn_like(output) for output in ends]
-                torch.autograd.backward(ends, [gradient.clone() for gradient in gradients])
-                row += [*(output.detach() for output in outputs), *(leaf.grad for leaf in leaves)]
+                torch.autograd.backward(ends, gradients)
+                row += [*(output.detach() for output in outputs), *gradients, *(leaf.grad for leaf in leaves)]
             rows.append([*row, *(parameter.grad for parameter in trained)])
     finally:
         torch.set_rng_state(state)
@@ -181,15 +194,13 @@ class _Traced:
     sums: list[int]
 
     @classmethod
-    def of(cls, module: nn.Module, inputs: Sequence[Tensor], reached: Callable[[int], bool]) -> _Traced:
+    def of(cls, module: nn.Module, inputs: Sequence[Tensor]) -> _Traced:
         """Trace a module. Raises _NotTraceable, or torch's errors."""
         state = dict(module.named_parameters()) | dict(module.named_buffers())
         trained = [value for value in state.values() if isinstance(value, nn.Parameter) and value.requires_grad]
         wanted = [tensor.requires_grad for tensor in inputs]
         with _disable_current_modes(), torch.enable_grad():
             graph, carries = _joint_graph(module, state, inputs)
-            if not all(reached(number) for number, carried in enumerate(carries) if carried):
-                raise _NotTraceable("the loss does not depend on every output")
             _check(graph, len(state) + len(inputs))
             _prune(graph)
             forward, backward, strides = _split(graph, len(state), len(inputs), len(carries))
@@ -288,11 +299,11 @@ def _joint_graph(
     return traced.graph, carries
 
 
-def _check(graph: fx.Graph, given: int) -> None:
+def _check(graph: fx.Graph, count: int) -> None:
     """Raise _NotTraceable for constants of the code, for calls other than torch's operators, and for a graph that
-    changes one of its first `given` arguments.
+    changes one of its first `count` arguments.
     """
-    arguments = graph.find_nodes(op="placeholder")[:given]
+    arguments = graph.find_nodes(op="placeholder")[:count]
     for node in graph.nodes:
         if node.op == "get_attr":
             raise _NotTraceable("it has a tensor that is neither a parameter nor a buffer")
@@ -421,7 +432,7 @@ def _with_sums(part: _Part, trained: Sequence[nn.Parameter]) -> tuple[_Part, _Pa
 
     The first one returns gradients that nothing else holds, in the layout of their parameters, as autograd keeps them.
     """
-    of_parameters, others = part.returns[: len(trained)], part.returns[len(trained) :]
+    of_parameters, of_inputs = part.returns[: len(trained)], part.returns[len(trained) :]
     roots = [_root(node) for node in part.returns]
     first, later = list(part.nodes), list(part.nodes)
     returned: list[fx.Node | None] = []
@@ -446,8 +457,8 @@ def _with_sums(part: _Part, trained: Sequence[nn.Parameter]) -> tuple[_Part, _Pa
         _place_after(later, node, [_insert(graph, node, _aten.add_.Tensor, (total, node), value)])
         totals[number] = total
     return (
-        _Part(first, part.reads, part.state, [*returned, *others]),
-        _Part(later, [*part.reads, *totals.values()], part.state, others),
+        _Part(first, part.reads, part.state, [*returned, *of_inputs]),
+        _Part(later, [*part.reads, *totals.values()], part.state, of_inputs),
         list(totals),
     )
 
@@ -558,6 +569,6 @@ class _SeenCalls(TorchDispatchMode):
 def _all_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return all arguments of a call, defaults among them, with the identities of tensors."""
     schema = target._schema.arguments
-    given = dict(zip([argument.name for argument in schema], args, strict=False)) | dict(kwargs)
-    values = [given.get(argument.name, argument.default_value) for argument in schema]
+    by_name = dict(zip([argument.name for argument in schema], args, strict=False)) | dict(kwargs)
+    values = [by_name.get(argument.name, argument.default_value) for argument in schema]
     return [pytree.tree_map_only(Tensor, id, list(value) if isinstance(value, tuple) else value) for value in values]

@@ -141,8 +141,9 @@ class PipelineEngine:
         self._observer = observer
         # a run on fake tensors uses the layers uncompiled
         self._compiler = None if ready.device_type else self._made_compiler()
-        for layer in self.layers:  # nothing of functions has run on an accelerator yet
-            has_functions = device.type == "cpu" and not ready.device_type and not self._splits
+        # nothing of functions has run on an accelerator yet
+        has_functions = device.type == "cpu" and not ready.device_type and not self._splits
+        for layer in self.layers:
             layer.functions = (layer.functions or LayerFunctions(layer.layer.module)) if has_functions else None
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}

@@ -211,7 +211,7 @@ class StageSegment:
                 if call is None:
                     parted = self._parted_forwards.get(layer.index) if graph else None
                     if graph and parted is None and layer.functions is not None:
-                        functions = self._functions(layer, reads, writes, context)
+                        functions = layer.functions.instead(layer, reads, _reached(writes, context))
                     outputs = layer.forward(reads, context.index, seeds, graph, record, parted or functions)
                 else:
                     with _taken(call, layer):
@@ -233,15 +233,6 @@ class StageSegment:
                 for value in dead:
                     live.pop(value, None)
         return live
-
-    def _functions(
-        self, layer: EngineLayer, reads: Mapping[str, Tensor], writes: Mapping[str, Value], context: CallContext
-    ) -> Callable[..., Any] | None:
-        """Functions that run in place of the layer's module; None: the module."""
-        assert layer.functions is not None
-        tensors = [reads[name] for name in layer.layer.reads]
-        values = [writes[name] for name in layer.layer.writes]
-        return layer.functions.instead(layer, tensors, lambda number: context.reach.carries(values[number]))
 
     def _ends(self, place: int, written: Mapping[Value, Tensor], specs: Mapping[Value, TensorSpec]) -> bool:
         """True where a graph must end after this layer, since another value that is alive there has a gradient."""
@@ -273,6 +264,11 @@ class StageSegment:
             reads[value.name], box = entered(live[value])
             graph.leaves[value] = box
         return reads
+
+
+def _reached(writes: Mapping[str, Value], context: CallContext) -> Callable[[str], bool]:
+    """Function from the name of a layer's output to whether the loss depends on it."""
+    return lambda name: context.reach.carries(writes[name])
 
 
 def segments_of(

@@ -436,7 +436,7 @@ def _summed(x: Tensor, dims: Sequence[int] | None) -> float:
     """
     over = {dim % x.dim() for dim in dims} if dims and x.dim() else set(range(x.dim()))
     outputs = math.prod(size for dim, size in enumerate(x.shape) if dim not in over)
-    inner = min(range(x.dim()), key=lambda dim: (x.shape[dim] == 1, x.stride(dim)), default=0)
+    inner = _inner(x)
     if inner in over or not x.dim():
         return x.numel() * min(2.0, _SHORT * outputs / max(1, x.numel()))
     return x.numel() * min(1.0, _FEW / max(1, outputs))
@@ -494,9 +494,14 @@ def _streamed(
     return work | {"broadcast": elements * (1.0 if of_one_size or name not in _COMPUTED else 2.0)}
 
 
+def _inner(x: Tensor) -> int:
+    """Return the dimension whose neighbours lie next to each other."""
+    return min(range(x.dim()), key=lambda dim: (x.shape[dim] == 1, x.stride(dim)), default=0)
+
+
 def _reads_across(inputs: Sequence[Tensor], output: Tensor) -> bool:
     """True where elements that are written side by side are read from different lines of memory."""
-    inner = min(range(output.dim()), key=lambda dim: (output.shape[dim] == 1, output.stride(dim)), default=0)
+    inner = _inner(output)
     return any(x.dim() == output.dim() > 0 and x.stride(inner) >= _LINE for x in inputs)
 
 
