@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "one_stage"))
 
 from common import interleave, median_ratio, write_json
-from functions import LayerFunctions, as_tuple, compiled, interpreted, layer_functions, python_code
+from functions import LayerFunctions, as_tuple, bound_code, compiled, interpreted, layer_functions, python_code
 from one_stage import CLIP, DECAY, RATE, Case, Unsplit, make_case
 
 from varuna_capslog.engine.layers import keep_layout
@@ -35,6 +35,7 @@ from varuna_capslog.model.workload import Minibatch
 KINDS: dict[str, dict[str, Any]] = {
     "python": {"pruned": False, "emit": python_code},
     "pruned python": {"pruned": True, "emit": python_code},
+    "bound python": {"pruned": True, "emit": bound_code},
     "interpreter": {"pruned": True, "emit": interpreted},
     "compiled": {"pruned": True, "emit": compiled},
     "compiled, C++ wrapper": {"pruned": True, "emit": partial(compiled, cpp_wrapper=True)},
@@ -235,7 +236,7 @@ def main() -> None:
     """Measure the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS)[:3], choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS)[:4], choices=list(KINDS))
     parser.add_argument("--rounds", type=int, default=40, help="steps of each run")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
