@@ -488,6 +488,33 @@ class Doubled(nn.Sequential):
         return 2 * result
 
 
+class SequenceFirst(nn.Module):
+    """Attends in its own code on [tokens, batch, width], as `nn.MultiheadAttention` does inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, batch, width = x.shape
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            parts = (part.reshape(tokens, batch * 2, 16).transpose(0, 1) for part in qkv(x).chunk(3, -1))
+            query, key, value = (part.view(batch, 2, tokens, 16) for part in parts)
+            y = nn.functional.scaled_dot_product_attention(query, key, value)
+            x = x + out(y.permute(2, 0, 1, 3).contiguous().view(tokens * batch, width)).view(tokens, batch, width)
+        return x
+
+
+def test_a_copy_that_only_another_devices_attention_needs_is_made_there() -> None:
+    """A CPU's kernel returns attention in the layout of the queries: an export finds nothing to copy, and a GPU did."""
+    model, x = SequenceFirst(), torch.randn(6, 4, 32)
+    assert plan(model, {"x": x}, devices="a100-80gb").peak_bytes > 0
+    chain = Chain.from_module(model, None, {"x": x}, evaluates=False)
+    assert len(chain) > 1
+    assert torch.equal(chain.run({"x": x})["output"], model(x))
+
+
 @pytest.mark.parametrize("how", ["class", "forward", "hook", "pre-hook", "backward pre-hook"])
 def test_what_a_sequential_does_beside_its_children_is_not_lost(how: str) -> None:
     """The model was cut between its children, and only the children ran."""

@@ -290,6 +290,8 @@ def export_model(
     captured.conditions = _conditions(program, inputs) if bounds else ()
     _name_outputs(captured, program, env, keeps)
     _bypass_copies_of_nothing(captured)
+    for part in (graph, *(held.body.graph for held in extra.values() if isinstance(held, Region))):
+        _reshape_attention(part)
     attend_causally(graph, captured.outputs.values())
     return captured
 
@@ -436,6 +438,23 @@ def _bypass_copies_of_nothing(captured: Captured) -> None:
         for name, output in captured.outputs.items():
             if output is node:
                 captured.outputs[name] = source
+
+
+def _reshape_attention(graph: fx.Graph) -> None:
+    """Let views of what fused attention returns be reshapes: they copy where a device's kernel returns another layout.
+
+    The module's own code copies there by `.contiguous()`, which an export leaves out where it finds nothing to copy.
+    """
+    found = [node for node in graph.nodes if node.target is torch.ops.aten.scaled_dot_product_attention.default]
+    for node in found:  # grows
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+        found += [user for user in node.users if _is_view(user)]
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and any(one.alias_info is not None for one in schema.returns)
 
 
 _UNTRACED = "do_not_emit_stack_traces"
