@@ -147,7 +147,8 @@ class StageOptimizer:
             self._begin_to_load(0)
         for parameter in self._in_turn[number]:
             waits = self._hosted is not None and parameter in self._hosted
-            kept = self._hosted.take(parameter) if waits and self._hosted is not None else self._kept(parameter)
+            kept = self._hosted.take(parameter) if waits and self._hosted is not None else {}
+            kept = kept or self._kept(parameter)  # before the first step the tier has nothing
             self._places[parameter] = kept
             self._keep(parameter, self._recipe.widened(parameter, kept))
         # the moments of the layer before must be freed before those of the next layer come

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 from tests.model.splitting.test_torch_layers import compared
 from tests.sweeps import crossed
@@ -74,8 +75,14 @@ def chain_of(module: nn.Module, reads: Iterable[str]) -> Chain:
     return Chain([Layer("layer", module, tuple(reads), ("out",))], tuple(reads), ("out",))
 
 
+def skip_where_bert_is_refused(kind: str) -> None:
+    if kind == "bert" and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("the export of torch 2.11 writes numbers of an eager BERT in place, so that it is not split")
+
+
 @pytest.mark.parametrize(("kind", "degree"), crossed(["gpt2", "llama", "bert"], [2, 4, 8]))
 def test_layers_of_transformers_are_exact_in_float64(kind: str, degree: int) -> None:
+    skip_where_bert_is_refused(kind)
     module, inputs = captured(kind)
     names = compared(copy.deepcopy(module), inputs, f"tensor-{degree}")
     if degree == 2:
@@ -85,6 +92,7 @@ def test_layers_of_transformers_are_exact_in_float64(kind: str, degree: int) -> 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_variants_find_the_attention_of_a_part(kind: str) -> None:
+    skip_where_bert_is_refused(kind)
     module, inputs = captured(kind)
     chain = split_chain(chain_of(copy.deepcopy(module), inputs), {"layer": "tensor-2"}, "close")
     plain = chain.run(inputs)["out"]

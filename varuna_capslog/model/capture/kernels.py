@@ -31,7 +31,7 @@ _LIBRARY.define(
     "-> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "fused_scan_backward(Tensor gradient, Tensor[] saved, int[] sizes, ScalarType[] types, int passing_bytes, "
+    "fused_scan_backward(Tensor gradient, Tensor[] saved, int[] sizes, str[] types, int passing_bytes, "
     "float flops) -> Tensor[]"
 )
 _CHUNK = 64
@@ -252,7 +252,11 @@ class _FusedScan(torch.autograd.Function):
         """Return the gradients of all tensors."""
         *gradients, _ = torch.ops.capslog.fused_scan_backward(
             *(gradient, list(ctx.saved_tensors), [shape.numel() for shape, _ in ctx.forms]),
-            *([dtype for _, dtype in ctx.forms], 2 * ctx.cost.passing_bytes, _BACKWARD * ctx.cost.flops),
+            *(
+                [str(dtype).removeprefix("torch.") for _, dtype in ctx.forms],
+                2 * ctx.cost.passing_bytes,
+                _BACKWARD * ctx.cost.flops,
+            ),
         )
         return None, None, *(flat.view(shape) for flat, (shape, _) in zip(gradients, ctx.forms, strict=True))
 
@@ -268,12 +272,13 @@ def _scan_backward(
     gradient: Tensor,
     saved: list[Tensor],
     sizes: list[int],
-    types: list[torch.dtype],
+    types: list[str],
     passing_bytes: int,
     flops: float,
 ) -> list[Tensor]:
-    blocks = [*zip(sizes, types, strict=True), (passing_bytes, torch.uint8)]
-    return [gradient.new_empty(size, dtype=dtype) for size, dtype in blocks]
+    # Types by name: torch 2.11 hands dtypes of a list to Python as numbers.
+    blocks = [*zip(sizes, types, strict=True), (passing_bytes, "uint8")]
+    return [gradient.new_empty(size, dtype=getattr(torch, name)) for size, name in blocks]
 
 
 _LIBRARY.impl("kernel_call", _call, "CompositeImplicitAutograd")
