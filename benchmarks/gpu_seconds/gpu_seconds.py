@@ -234,14 +234,17 @@ def constants_part(rows: Sequence[Row]) -> None:
 
 
 def plans_part() -> None:
-    """Print the cuts by the old seconds and by today's."""
+    """Print the plans by the old seconds and by today's: of one pipeline, and where stages may have replicas."""
     print(f"\n## Plans for {DEVICES} x {CARD}, {MICROBATCHES} microbatches\n")
-    print("| model | precision | layers | cuts before | cuts now | step before | step now | gain |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | precision | layers | cuts before | cuts now | step before | step now | gain |", end="")
+    print(" with replicas before | now | step now | gain over the cuts before |\n|" + 12 * "---|")
     for change in changes():
         cuts = " | ".join(", ".join(map(str, cuts)) for cuts in (change.old, change.new))
         steps = f"{change.old_step:.3f} | {change.new_step:.3f} | {change.old_step / change.new_step - 1:+.1%}"
-        print(f"| {change.model} | {change.precision} | {change.layers} | {cuts} | {steps} |", flush=True)
+        free = f"{change.free_old} | {change.free_new} | {change.free_step:.3f}"
+        gain = f"{change.old_step / change.free_step - 1:+.1%}"
+        row = f"| {change.model} | {change.precision} | {change.layers} | {cuts} | {steps} | {free} | {gain} |"
+        print(row, flush=True)
 
 
 def main() -> None:

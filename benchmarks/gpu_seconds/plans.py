@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 import varuna_capslog as capslog
 from varuna_capslog.base.gpus import GPUS, Gpu
 from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.estimate import Memo, estimate_config
 from varuna_capslog.profiling.estimation.operators import Work, work_of
@@ -23,6 +25,8 @@ from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
 __all__ = ["Change", "changes"]
 
 CARD, DEVICES, MICROBATCHES = "a100-80gb", 4, 16
+ONE_PIPELINE = {"train.accumulation_blocks": 1}
+"""Settings that keep the default planner from giving stages replicas, whose plans have no cuts."""
 _CONVOLUTIONS = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
 
 
@@ -109,17 +113,21 @@ class Change:
     """Plans and step times by old and by new seconds.
 
     Attributes:
-        old, new: first layers of all stages but the first, by old and by new seconds.
-        old_step, new_step: seconds of a step with these plans, both played by new seconds.
+        old, new: first layers of all stages of one pipeline, by old and by new seconds.
+        free_old, free_new: layers of all stages where the planner may also give them replicas, by the same seconds.
+        old_step, new_step, free_step: seconds of a step with `old`, `new` and `free_new`, all played by new seconds.
     """
 
     model: str
     precision: str
     layers: int
-    old: list[int]
-    new: list[int]
+    old: Sequence[int]
+    new: Sequence[int]
+    free_old: str
+    free_new: str
     old_step: float
     new_step: float
+    free_step: float
 
 
 def changes() -> Iterator[Change]:
@@ -133,10 +141,22 @@ def changes() -> Iterator[Change]:
         for precision in ("float32", "bfloat16"):
             before, after = (_profile(model, inputs, precision, speed) for speed in (Roofline("old", {}), None))
             batch = MICROBATCHES * int(inputs[0].split("[")[1].split(",")[0])
-            old, new = (capslog.plan(profile, devices=DEVICES, minibatch_size=batch) for profile in (before, after))
-            run = RunShape.of_conditions(after.conditions, MICROBATCHES)
-            steps = [simulate_plan(after, plan, run=run).step_seconds for plan in (old, new)]
-            yield Change(name, precision, after.num_layers, old.cut_list, new.cut_list, *steps)
+            old, new = (_plan(profile, batch, ONE_PIPELINE) for profile in (before, after))
+            free_old, free_new = (_plan(profile, batch, {}) for profile in (before, after))
+            run = RunShape.of_conditions(after.conditions)
+            steps = [simulate_plan(after, plan, run=run).step_seconds for plan in (old, new, free_new)]
+            cuts, stages = (old.cut_list, new.cut_list), (_stages(free_old), _stages(free_new))
+            yield Change(name, precision, after.num_layers, *cuts, *stages, *steps)
+
+
+def _plan(profile: Profile, batch: int, settings: Mapping[str, Any]) -> Plan:
+    return capslog.plan(profile, devices=DEVICES, minibatch_size=batch, settings=settings)
+
+
+def _stages(plan: Plan) -> str:
+    """Return the layers of all stages, stages with the same layers once and with their number."""
+    counts = Counter(stage.spans for stage in plan.stages)
+    return ", ".join(spans if count == 1 else f"{count} x {spans}" for spans, count in counts.items())
 
 
 def _profile(model: nn.Module, inputs: list[str], precision: str, speed: Speed | None) -> Profile:
