@@ -30,6 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from varuna_capslog import cli
 from varuna_capslog.model.capture.export import input_tensors, named_leaves
+from varuna_capslog.model.capture.python_calls import PythonCall
+from varuna_capslog.model.known_values import KnownValues
 from varuna_capslog.profiling.estimate import StageEstimator
 
 HEADINGS = ("library", "model", "answer", "layers", "processor", "GiB", "parameters", "FLOPs")
@@ -158,23 +160,37 @@ def _compared(chain: Any) -> dict[str, Any]:
     held = {id(parameter): parameter.numel() for parameter in chain.named_parameters().values()}
     wanted = sum(parameter.numel() for parameter in model.parameters())
     row = {"parameters": f"{wanted:,}" if sum(held.values()) == wanted else f"{sum(held.values()):,} of {wanted:,}"}
+    calls = (part for layer in chain.layers for part in layer.module.modules() if isinstance(part, PythonCall))
+    by_values = any(call.shape.values for call in calls)
     try:
         arguments = workload._examples(1.0)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            whole = _flops(model, lambda: dict(named_leaves(model(**_fake(arguments)))), chain.outputs)
+        with FakeTensorMode(allow_non_fake_inputs=True), KnownValues() as known:
+
+            def run_whole() -> Mapping[str, Any]:
+                with known.learning() if by_values else contextlib.nullcontext():
+                    return dict(named_leaves(model(**_fake(arguments, known))))
+
+            whole = _flops(model, run_whole, chain.outputs)
             layers = nn.ModuleList(layer.module for layer in chain.layers)
             inputs = {
                 key: leaf for name, value in arguments.items() for key, leaf in input_tensors(name, value).items()
             }
-            parts = _flops(layers, lambda: chain.run(_fake(inputs)), chain.outputs)
+            parts = _flops(layers, lambda: chain.run(_fake(inputs, known)), chain.outputs)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return {**row, "FLOPs": f"not counted ({type(error).__name__}, {Path(last.filename).name}:{last.lineno})"}
     return {**row, "FLOPs": f"{whole:.3e}" + (f" {100 * (parts / whole - 1):+.3g} %" if parts != whole else "")}
 
 
-def _fake(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return pytree.tree_map_only(Tensor, torch.empty_like, dict(arguments))
+def _fake(arguments: Mapping[str, Any], known: KnownValues) -> dict[str, Any]:
+    """Return inputs without values; `known` has them, for code that decides by them."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        made = torch.empty_like(tensor)
+        known.add(made, tensor)
+        return made
+
+    return pytree.tree_map_only(Tensor, fake, dict(arguments))
 
 
 def _flops(module: nn.Module, run: Callable[[], Mapping[str, Any]], outputs: Sequence[str]) -> float:

@@ -148,7 +148,7 @@ DIFFUSERS |= {
         {"num_layers": 2, "num_refiner_layers": 2},
         lambda: {
             "hidden_states": torch.randn(1, 65, 5, 16, 16),
-            "timestep": _times(),
+            "timestep": 1000 * torch.rand(1),
             "encoder_hidden_states": torch.randn(1, 64, 3584),
             "encoder_attention_mask": torch.ones(1, 64),
             "encoder_hidden_states_2": torch.randn(1, 64, 1472),

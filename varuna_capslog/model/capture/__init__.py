@@ -175,7 +175,21 @@ def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
             100 * part,
             next(iter(idle)),
         )
+    _tell_of_values(model, [layer.module for layer in captured[0]])
     return captured
+
+
+def _tell_of_values(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Log which parts of a model without weights are planned for the values of its example inputs."""
+    calls = (part for module in modules for part in module.modules() if isinstance(part, Whole | WholeModel))
+    paths = [call.path if isinstance(call, Whole) else "all of it" for call in calls if call.shape.values]
+    if paths and not has_weights(model):
+        _log.warning(
+            "%s: planned for the values of the example inputs: %s, whose code decides by values (inputs of another "
+            "kind may cost more or less)",
+            type(model).__name__,
+            ", ".join(dict.fromkeys(paths)),
+        )
 
 
 _log = logging.getLogger(__name__)

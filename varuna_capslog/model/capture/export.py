@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.causality import attend_causally
+from varuna_capslog.model.capture.fixed_sizes import fix_sizes
 from varuna_capslog.model.capture.kernels import kernels_stay_calls
 from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
 from varuna_capslog.model.capture.repeats import EqualBlocks, NotEqual, storage_key
@@ -292,6 +293,7 @@ def export_model(
     _bypass_copies_of_nothing(captured)
     for part in (graph, *(held.body.graph for held in extra.values() if isinstance(held, Region))):
         _reshape_attention(part)
+    fix_sizes(graph)
     attend_causally(graph, captured.outputs.values())
     return captured
 

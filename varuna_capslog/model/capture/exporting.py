@@ -31,11 +31,12 @@ from varuna_capslog.model.capture.export import (
     paths_of,
 )
 from varuna_capslog.model.capture.opaque import MadeCall, OpaqueCalls
-from varuna_capslog.model.capture.python_calls import CallShape, WholeModel
+from varuna_capslog.model.capture.python_calls import CallShape, Whole, WholeModel
 from varuna_capslog.model.capture.runtime import ByMode, Region, Varying
 from varuna_capslog.model.capture.text import CapturedLayers
 from varuna_capslog.model.capture.trial import has_weights, same_bits, try_model
 from varuna_capslog.model.hollow import NeedsValues
+from varuna_capslog.model.known_values import Known
 from varuna_capslog.model.layer import Layer, freeze_layers, in_training
 from varuna_capslog.model.python_state import GLOBAL, PythonState, StateChange, crafted_draws
 from varuna_capslog.model.sources import line_of
@@ -85,7 +86,7 @@ class Exporter:
             new = self._drawing(captured) | self._hooked(captured) | self._leaving(captured)
             new |= self._sized(captured) | self._normed(captured)
             if not new:
-                captured.whole = dict(self.whole)
+                captured.whole = self._told(captured)
                 return captured
             self._keep(new)
         raise KeptWhole("too many of its modules cannot be captured")
@@ -95,6 +96,11 @@ class Exporter:
         with states or nullcontext():
             calls = OpaqueCalls(modules, self._made)
             return export_model(self._model, self._arguments, self._keywords, calls, by_module, self._keeps)
+
+    def _told(self, captured: Captured) -> dict[str, str]:
+        """Return why modules are kept whole, and for which of them costs depend on the example's values."""
+        calls = [held for held in captured.extra.values() if isinstance(held, Whole) and held.shape.values]
+        return self.whole | {call.path: f"{self.whole[call.path]}; {_OF_EXAMPLE}" for call in calls}
 
     # -- failing modules -----------------------------------------------------------------------------------------------
 
@@ -192,12 +198,17 @@ class Exporter:
                 if any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
                     why = "it reads a value of a tensor"
                 reasons.setdefault(path, f"{why}{line}")
-        if reasons and has_weights(self._model):
+        if reasons:
             arguments, keywords = self._bare()
             paths = [self._covering(path) for path in reasons if path]
             calls = OpaqueCalls({path: self._model.get_submodule(path) for path in paths}, records=True)
-            try_model(self._model, arguments, keywords, calls)
-            self._made |= calls.made
+            try:
+                try_model(self._model, arguments, keywords, calls)
+            except Exception:
+                if has_weights(self._model):
+                    raise
+            else:
+                self._made |= calls.made
         return reasons
 
     def _normed(self, captured: Captured) -> dict[str, str]:
@@ -509,7 +520,7 @@ def whole_layer(
         )
     arguments = bare(example[0]), {name: bare(value) for name, value in example[1].items()}
     with in_training(model):
-        _, result = try_model(model, *arguments, OpaqueCalls({}))
+        watch, result = try_model(model, *arguments, OpaqueCalls({}))
     _check_result(model, result)
     names = _input_names(model, arguments)
     leaves = [name for name, leaf in named_leaves(result, names)]
@@ -521,7 +532,10 @@ def whole_layer(
         if name not in places:
             raise CapslogError(f"outputs={list(outputs or ())} names {name!r}; the model returns {list(places)}")
     writes = tuple(places) if outputs is None else tuple(outputs)
-    module = WholeModel(model, CallShape.of(arguments, result), [places[name] for name in writes], why)
+    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    values = tuple(map(Known.of, given)) if watch.reads_values else ()
+    why += f"; {_OF_EXAMPLE}" if values else ""
+    module = WholeModel(model, CallShape.of(arguments, result, values), [places[name] for name in writes], why)
     named = [OutputName(name) if name in places else leaf for name, leaf in named_leaves(result, names)]
     module.meta["result"] = pytree.tree_unflatten(named, pytree.tree_structure(result))
     layers = [Layer(_NAME, module, tuple(names), writes)]
@@ -530,6 +544,7 @@ def whole_layer(
 
 
 _NAME = "model"
+_OF_EXAMPLE = "its costs are those for the values of the example inputs"
 
 
 def _check_result(model: nn.Module, result: Any) -> None:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.python_calls import CallShape, FunctionCall, Hooked, PythonCall, Whole
+from varuna_capslog.model.known_values import KnownValues
 
 __all__ = ["Calls", "MadeCall", "NeedsPython", "OpaqueCalls", "put_in_calls"]
 
@@ -135,6 +136,7 @@ class OpaqueCalls(FiniteValues):
         self.calls: list[MadeCall | Hooked] = []
         self._hooks: dict[str, dict[str, Any]] = {}
         self._busy = False
+        self._values: KnownValues | None = None
 
     @property
     def keeps_modules(self) -> bool:
@@ -142,8 +144,9 @@ class OpaqueCalls(FiniteValues):
         return bool(self._whole)
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Open the mode for the code that this thread runs."""
+    def open(self, known: KnownValues | None = None) -> Iterator[None]:
+        """Open the mode for the code that this thread runs. known: open, too; calls that read values keep them."""
+        self._values = known
         kinds = [(kind, vars(kind).get("forward"), kind.forward) for kind in _functions()]
         old: Any = CheckpointFunction
         try:
@@ -206,8 +209,14 @@ class OpaqueCalls(FiniteValues):
                 self._stand_in(path)
                 vars(module).update(watching)
 
+        known = self._values if self._records and not self._busy else None
+        values = known.of((args, kwargs)) if known else ()
+        if known:
+            known.used = False
+
         def call_of(result: Any) -> PythonCall:
-            return Whole(module, path, CallShape.of((args, kwargs), result))
+            read = values if known and known.used else ()
+            return Whole(module, path, CallShape.of((args, kwargs), result, read))
 
         if self._follows():
             made = rows.pop(0) if rows else self._make((args, kwargs), plain, call_of)[0]

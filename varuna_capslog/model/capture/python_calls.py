@@ -7,19 +7,32 @@ in the layer, under its own name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.runtime import FixedSize
+from varuna_capslog.model.known_values import Known, KnownValues
 from varuna_capslog.model.layer import Frozen
 
-__all__ = ["CallShape", "FunctionCall", "Hooked", "MadeTensor", "PythonCall", "Whole", "WholeModel"]
+__all__ = [
+    "CallShape",
+    "FunctionCall",
+    "Hooked",
+    "MadeTensor",
+    "PythonCall",
+    "Whole",
+    "WholeModel",
+    "values_last",
+]
 
 
 class MadeTensor(NamedTuple):
@@ -52,6 +65,8 @@ class CallShape:
     argument_shapes: shapes of the tensors among the arguments.
     result_spec, result_constants, result_slots: spec, constants and slots of the result. tensors: its tensors.
     passed: (number of a result's tensor, number of the tensor argument that it is); other calls may make a new tensor.
+    values: for each tensor argument its values, if they derive from the model's inputs alone; () where the call reads
+        no values.
     """
 
     spec: pytree.TreeSpec
@@ -63,9 +78,10 @@ class CallShape:
     result_slots: tuple[int, ...]
     tensors: tuple[MadeTensor, ...]
     passed: tuple[tuple[int, int], ...]
+    values: tuple[Known | None, ...] = ()
 
     @classmethod
-    def of(cls, arguments: tuple[Any, Any], result: Any) -> CallShape:
+    def of(cls, arguments: tuple[Any, Any], result: Any, values: tuple[Known | None, ...] = ()) -> CallShape:
         """Describe a call with these (args, kwargs). Raises FixedSize where sizes of its result were left open."""
         leaves, spec = pytree.tree_flatten(arguments)
         slots = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
@@ -84,13 +100,15 @@ class CallShape:
             result_slots,
             tuple(map(MadeTensor.of, tensors)),
             tuple(passed),
+            values,
         )
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key that is equal for calls with the same arguments and results, except for values of tensors."""
+        """Key that is equal for calls with the same arguments and results, except for unknown values of tensors."""
         structures = str(self.spec), str(self.result_spec), self.constants, self.slots
-        return *structures, self.result_constants, self.result_slots, self.tensors, self.passed
+        known = tuple(value and value.key for value in self.values)
+        return *structures, self.result_constants, self.result_slots, self.tensors, self.passed, known
 
     def leaves(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the flattened result with these tensors in it."""
@@ -150,7 +168,8 @@ class PythonCall(nn.Module):
         for slot, tensor in zip(shape.slots, tensors, strict=True):
             leaves[slot] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, shape.spec)
-        actual, spec = pytree.tree_flatten(self.call(*args, **kwargs))
+        with self._knowing(tensors):
+            actual, spec = pytree.tree_flatten(self.call(*args, **kwargs))
         if spec != shape.result_spec or not all(map(_alike, actual, shape.result_constants)):
             raise CapslogError(
                 f"{self.describe()} returned something else than when the model was captured: "
@@ -158,6 +177,22 @@ class PythonCall(nn.Module):
                 "same structure and the same values beside its tensors in every call"
             )
         return list(actual)
+
+    @contextmanager
+    def _knowing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let tensors without values, of the captured shapes, have the values that the captured call got and read."""
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        if not self.shape.values or shapes != self.shape.argument_shapes or not isinstance(tensors[0], FakeTensor):
+            yield
+            return
+        opened = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KnownValues))
+        mode = next(opened, None)
+        with nullcontext(mode) if mode is not None else KnownValues() as mode:
+            for tensor, known in zip(tensors, self.shape.values, strict=True):
+                if known is not None:
+                    mode.add(tensor, known.tensor)
+            with mode.learning():
+                yield
 
     def _remembered(self, tensors: Sequence[Tensor]) -> list[Any]:
         # with other random numbers, other tensors may carry a gradient
@@ -176,6 +211,14 @@ def _alike(leaf: Any, captured: Any) -> bool:
 
 def _text(leaves: Sequence[Any]) -> str:
     return str([f"a tensor{list(leaf.shape)}" if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+@contextmanager
+def values_last(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep values that calls in these modules got until the end of the block, for backwards."""
+    calls = (part for module in modules for part in module.modules() if isinstance(part, PythonCall))
+    with KnownValues() if any(call.shape.values for call in calls) else nullcontext():
+        yield
 
 
 class Whole(PythonCall):

@@ -50,6 +50,7 @@ from varuna_capslog.model.capture.runtime import (
     hold,
 )
 from varuna_capslog.model.capture.split import layer_module, part_identities
+from varuna_capslog.model.known_values import Known
 from varuna_capslog.model.layer import Layer, freeze_layers
 from varuna_capslog.model.sources import class_name, code_digest, module_settings
 from varuna_capslog.model.state_file import load_tensors
@@ -89,7 +90,7 @@ def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, 
     for layer in layers:
         module = layer.module
         if isinstance(module, WholeModel):
-            described = {"call": _call_text(module), "outputs": module.outputs}
+            described = {"call": _call_text(module, f"{len(written)}.", tensors), "outputs": module.outputs}
         elif isinstance(module, fx.GraphModule):
             described = {
                 **_graph_of(module, model, f"{len(written)}.", tensors),
@@ -110,7 +111,7 @@ def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> Cap
     for number, described in enumerate(read["layers"]):
         module: CapturedGraph | WholeModel
         if "call" in described:
-            module = WholeModel(model, _call_shape(described["call"]), described["outputs"], "")
+            module = WholeModel(model, _call_shape(described["call"], tensors), described["outputs"], "")
         else:
             graph, extra = _graph_from(described, f"{number}.", tensors, model)
             module = layer_module(graph, extra, model, described["paths"], model_parts)
@@ -169,11 +170,11 @@ def _held_text(held: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         body = _graph_of(held.body, None, f"{place}.", tensors)
         return {"kind": "region", "context": name, "arguments": _value_text(held.arguments), "body": body}
     if isinstance(held, Whole):
-        return {"kind": "whole", "path": held.path, "call": _call_text(held)}
+        return {"kind": "whole", "path": held.path, "call": _call_text(held, place, tensors)}
     if isinstance(held, FunctionCall):
         name = f"{held.kind.__module__}:{held.kind.__qualname__}"
         _function_kind(name)
-        return {"kind": "function", "name": name, "call": _call_text(held)}
+        return {"kind": "function", "name": name, "call": _call_text(held, place, tensors)}
     raise NotText(f"{place.partition('.')[2]!r} is a {type(held).__name__}")
 
 
@@ -190,29 +191,33 @@ def _held(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor
             leaves = _value(training, {}), _value(evaluation, {})
             return ByMode(_function(described["target"]), pytree.treespec_loads(spec), *leaves, described["slots"])
         case "whole":
-            return Whole(model.get_submodule(described["path"]), described["path"], _call_shape(described["call"]))
+            return Whole(
+                model.get_submodule(described["path"]), described["path"], _call_shape(described["call"], tensors)
+            )
         case "function":
-            return FunctionCall(_function_kind(described["name"]), _call_shape(described["call"]))
+            return FunctionCall(_function_kind(described["name"]), _call_shape(described["call"], tensors))
         case _:
             graph, extra = _graph_from(described["body"], f"{place}.", tensors, model)
             arguments = _value(described["arguments"], {})
             return Region(CapturedGraph(extra, graph), _CONTEXTS[described["context"]], arguments)
 
 
-def _call_text(call: PythonCall) -> Any:
-    """Describe a call's arguments and result, without the values of tensors."""
+def _call_text(call: PythonCall, place: str, tensors: dict[str, Tensor]) -> Any:
+    """Describe a call's arguments and result; known values of tensors are among `tensors`, by names after `place`."""
     shape = call.shape
     try:
         specs = pytree.treespec_dumps(shape.spec), pytree.treespec_dumps(shape.result_spec)
     except NotImplementedError as error:
         raise NotText(f"{call.describe()} takes or returns objects of a class without a text form") from error
-    tensors = [(tensor.shape, tensor.stride, _value_text(tensor.dtype), tensor.device) for tensor in shape.tensors]
+    made = [(tensor.shape, tensor.stride, _value_text(tensor.dtype), tensor.device) for tensor in shape.tensors]
     constants = _value_text(shape.constants), _value_text(shape.result_constants)
-    return [*specs, *constants, shape.slots, shape.argument_shapes, shape.result_slots, tensors, shape.passed]
+    names = [None if known is None else f"{place}.value_{at}" for at, known in enumerate(shape.values)]
+    tensors |= {name: known.tensor for name, known in zip(names, shape.values, strict=True) if name and known}
+    return [*specs, *constants, shape.slots, shape.argument_shapes, shape.result_slots, made, shape.passed, names]
 
 
-def _call_shape(described: Any) -> CallShape:
-    spec, result_spec, constants, results, slots, shapes, result_slots, tensors, passed = described
+def _call_shape(described: Any, tensors: Mapping[str, Tensor]) -> CallShape:
+    spec, result_spec, constants, results, slots, shapes, result_slots, made, passed, names = described
     return CallShape(
         pytree.treespec_loads(spec),
         _value(constants, {}),
@@ -222,10 +227,10 @@ def _call_shape(described: Any) -> CallShape:
         _value(results, {}),
         tuple(result_slots),
         tuple(
-            MadeTensor(tuple(shape), tuple(stride), _value(dtype, {}), device)
-            for shape, stride, dtype, device in tensors
+            MadeTensor(tuple(shape), tuple(stride), _value(dtype, {}), device) for shape, stride, dtype, device in made
         ),
         tuple((at, number) for at, number in passed),
+        tuple(name and Known(tensors[name]) for name in names),
     )
 
 

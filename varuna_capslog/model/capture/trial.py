@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,7 @@ from varuna_capslog.base.machine_memory import available_bytes
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.hollow import ReadNumbers, on_host, unlogged
+from varuna_capslog.model.known_values import KnownValues
 from varuna_capslog.model.layer import dense_gradient
 from varuna_capslog.model.python_state import PythonState, RandomStates, StateChange
 
@@ -412,10 +413,19 @@ def try_model(
 ) -> tuple[Watch, Any]:
     """Call the model; return the observations, and the model's result. `calls` records the calls of its modules.
 
+    A model without weights whose code does not run without values is called again with those that derive from its
+    inputs alone.
+
     Raises CapslogError where its weights and one operator do not fit into memory.
     """
     if not has_weights(model):
-        return _try(model, arguments, keywords, calls, StepMemory(model))
+        try:
+            return _try(model, arguments, keywords, calls, StepMemory(model))
+        except Exception as error:
+            calls.made.clear()
+            with contextlib.suppress(Exception):
+                return _try(model, arguments, keywords, calls, StepMemory(model), knows=True)
+            raise error
     try:
         return with_room(model, functools.partial(_try, model, arguments, keywords, calls))
     except NoRoom as error:
@@ -430,8 +440,9 @@ def _try(
     keywords: Mapping[str, Any],
     calls: OpaqueCalls,
     memory: StepMemory,
+    knows: bool = False,
 ) -> tuple[Watch, Any]:
-    watch = Watch(model)
+    watch, known = Watch(model), KnownValues() if knows or has_weights(model) else None
     with ExitStack() as stack:
         stack.enter_context(untouched(model, memory))
         if has_weights(model):
@@ -444,11 +455,19 @@ def _try(
             stack.enter_context(ReadNumbers())
             stack.enter_context(unlogged())
             take = mode.from_tensor
-        arguments, keywords = pytree.tree_map_only(Tensor, take, (arguments, dict(keywords)))
+        given = arguments, dict(keywords)
+        taken = pytree.tree_map_only(Tensor, take, given)
+        if known is not None:
+            for tensor, value in zip(pytree.tree_leaves(taken), pytree.tree_leaves(given), strict=True):
+                if isinstance(tensor, Tensor):
+                    known.add(tensor, value if isinstance(tensor, FakeTensor) else None)
+            stack.enter_context(known)
+            stack.enter_context(known.learning())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(calls.open())
+        stack.enter_context(calls.open(known))
         stack.enter_context(watch.open())
-        result = model(*arguments, **keywords)
+        result = model(*taken[0], **taken[1])
+        watch.reads_values = known is not None and known.used
     return watch, result
 
 
@@ -464,6 +483,7 @@ class Watch:
         changes: changes of attributes, buffers and other state by the model's code.
         drawn: names of the generators that its code has drawn from.
         drawers: module's qualified name -> the generators that its own code draws from.
+        reads_values: True where its code decides by values that derive from its inputs alone.
     """
 
     def __init__(self, model: nn.Module, by_module: bool = False, keeps: bool = False) -> None:
@@ -477,6 +497,7 @@ class Watch:
         self.changes: list[StateChange] = []
         self.drawn: list[str] = []
         self.drawers: dict[str, set[str]] = {}
+        self.reads_values = False
         self.generators: dict[str, Any] = {}
 
     @property

@@ -27,6 +27,7 @@ from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors, storage_bytes, storages_of
 from varuna_capslog.engine.stage import CallContext, LossFunction, Stage
 from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.capture.python_calls import values_last
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues
 from varuna_capslog.model.trace import ShapeTable
@@ -184,7 +185,7 @@ def fake_step(
     if meter is not None:
         meter.begin(engine, storages_of(held), followed)
     del held
-    with followed:
+    with followed, values_last(layer.layer.module for layer in engine.layers):
         try:
             train_step(
                 engine,
