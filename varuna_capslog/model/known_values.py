@@ -130,11 +130,11 @@ class KnownValues(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = self._is_known(func, tensors)
-        by_values = known and any(tag in func.tags for tag in _BY_VALUES)
+        is_known = self._is_known(func, tensors)
+        by_values = is_known and any(tag in func.tags for tag in _BY_VALUES)
         self.used |= by_values
         # a number that was read from an unknown tensor is a guess, and may be in all that follows
-        self._guesses |= func is _ITEM and not known
+        self._guesses |= func is _ITEM and not is_known
         if by_values and any(isinstance(tensor, FakeTensor) for tensor in tensors):
             values = self._on_values(func, args, kwargs)
             result = pytree.tree_map_only(Tensor, _without_values, values)
@@ -142,7 +142,7 @@ class KnownValues(TorchDispatchMode):
             return result
         chosen, given = self._selecting(func, args)
         result = chosen(*given, **kwargs)
-        if known and self._keeps_small(func, result):
+        if is_known and self._keeps_small(func, result):
             fake = any(isinstance(part, FakeTensor) for part in pytree.tree_leaves(result))
             self._learn(result, self._on_values(func, args, kwargs) if fake else None)
         elif func._schema.is_mutable:
@@ -205,8 +205,8 @@ class KnownValues(TorchDispatchMode):
 
     def _learn(self, result: Any, values: Any) -> None:
         parts = pytree.tree_leaves(result)
-        known = [None] * len(parts) if values is None else pytree.tree_leaves(values)
-        for part, value in zip(parts, known, strict=True):
+        values_of_parts = [None] * len(parts) if values is None else pytree.tree_leaves(values)
+        for part, value in zip(parts, values_of_parts, strict=True):
             if isinstance(part, Tensor):
                 self._values.setdefault(part, value)
 

@@ -144,9 +144,9 @@ class OpaqueCalls(FiniteValues):
         return bool(self._whole)
 
     @contextlib.contextmanager
-    def open(self, known: KnownValues | None = None) -> Iterator[None]:
-        """Open the mode for the code that this thread runs. known: open, too; calls that read values keep them."""
-        self._values = known
+    def open(self, values: KnownValues | None = None) -> Iterator[None]:
+        """Open the mode for the code that this thread runs. values: open, too; calls that read some keep them."""
+        self._values = values
         kinds = [(kind, vars(kind).get("forward"), kind.forward) for kind in _functions()]
         old: Any = CheckpointFunction
         try:
@@ -209,13 +209,13 @@ class OpaqueCalls(FiniteValues):
                 self._stand_in(path)
                 vars(module).update(watching)
 
-        known = self._values if self._records and not self._busy else None
-        values = known.of((args, kwargs)) if known else ()
-        if known:
-            known.used = False
+        values = self._values if self._records and not self._busy else None
+        of_arguments = values.of((args, kwargs)) if values else ()
+        if values:
+            values.used = False
 
         def call_of(result: Any) -> PythonCall:
-            read = values if known and known.used else ()
+            read = of_arguments if values and values.used else ()
             return Whole(module, path, CallShape.of((args, kwargs), result, read))
 
         if self._follows():

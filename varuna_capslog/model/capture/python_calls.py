@@ -107,8 +107,8 @@ class CallShape:
     def key(self) -> tuple[object, ...]:
         """Key that is equal for calls with the same arguments and results, except for unknown values of tensors."""
         structures = str(self.spec), str(self.result_spec), self.constants, self.slots
-        known = tuple(value and value.key for value in self.values)
-        return *structures, self.result_constants, self.result_slots, self.tensors, self.passed, known
+        of_values = tuple(value and value.key for value in self.values)
+        return *structures, self.result_constants, self.result_slots, self.tensors, self.passed, of_values
 
     def leaves(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the flattened result with these tensors in it."""
@@ -188,9 +188,9 @@ class PythonCall(nn.Module):
         opened = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KnownValues))
         mode = next(opened, None)
         with nullcontext(mode) if mode is not None else KnownValues() as mode:
-            for tensor, known in zip(tensors, self.shape.values, strict=True):
-                if known is not None:
-                    mode.add(tensor, known.tensor)
+            for tensor, value in zip(tensors, self.shape.values, strict=True):
+                if value is not None:
+                    mode.add(tensor, value.tensor)
             with mode.learning():
                 yield
 

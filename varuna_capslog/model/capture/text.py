@@ -211,8 +211,8 @@ def _call_text(call: PythonCall, place: str, tensors: dict[str, Tensor]) -> Any:
         raise NotText(f"{call.describe()} takes or returns objects of a class without a text form") from error
     made = [(tensor.shape, tensor.stride, _value_text(tensor.dtype), tensor.device) for tensor in shape.tensors]
     constants = _value_text(shape.constants), _value_text(shape.result_constants)
-    names = [None if known is None else f"{place}.value_{at}" for at, known in enumerate(shape.values)]
-    tensors |= {name: known.tensor for name, known in zip(names, shape.values, strict=True) if name and known}
+    names = [None if value is None else f"{place}.value_{at}" for at, value in enumerate(shape.values)]
+    tensors |= {name: value.tensor for name, value in zip(names, shape.values, strict=True) if name and value}
     return [*specs, *constants, shape.slots, shape.argument_shapes, shape.result_slots, made, shape.passed, names]
 
 

@@ -424,7 +424,7 @@ def try_model(
         except Exception as error:
             calls.made.clear()
             with contextlib.suppress(Exception):
-                return _try(model, arguments, keywords, calls, StepMemory(model), knows=True)
+                return _try(model, arguments, keywords, calls, StepMemory(model), keeps_values=True)
             raise error
     try:
         return with_room(model, functools.partial(_try, model, arguments, keywords, calls))
@@ -440,9 +440,9 @@ def _try(
     keywords: Mapping[str, Any],
     calls: OpaqueCalls,
     memory: StepMemory,
-    knows: bool = False,
+    keeps_values: bool = False,
 ) -> tuple[Watch, Any]:
-    watch, known = Watch(model), KnownValues() if knows or has_weights(model) else None
+    watch, values = Watch(model), KnownValues() if keeps_values or has_weights(model) else None
     with ExitStack() as stack:
         stack.enter_context(untouched(model, memory))
         if has_weights(model):
@@ -457,17 +457,17 @@ def _try(
             take = mode.from_tensor
         given = arguments, dict(keywords)
         taken = pytree.tree_map_only(Tensor, take, given)
-        if known is not None:
+        if values is not None:
             for tensor, value in zip(pytree.tree_leaves(taken), pytree.tree_leaves(given), strict=True):
                 if isinstance(tensor, Tensor):
-                    known.add(tensor, value if isinstance(tensor, FakeTensor) else None)
-            stack.enter_context(known)
-            stack.enter_context(known.learning())
+                    values.add(tensor, value if isinstance(tensor, FakeTensor) else None)
+            stack.enter_context(values)
+            stack.enter_context(values.learning())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(calls.open(known))
+        stack.enter_context(calls.open(values))
         stack.enter_context(watch.open())
         result = model(*taken[0], **taken[1])
-        watch.reads_values = known is not None and known.used
+        watch.reads_values = values is not None and values.used
     return watch, result
 
 
