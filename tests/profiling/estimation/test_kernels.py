@@ -96,6 +96,16 @@ def test_convolutions(x, weight, stride, padding, dilation, groups, bias):
     check(aten.convolution_backward.default, (gradient, pixels, kernel, sizes, *common, [False, True, bias]))
 
 
+def test_one_number_of_padding_holds_for_all_sides():
+    """As `padding="valid"` arrives, of the towers of SigLIP: estimates for a CPU ended in an error."""
+    pixels, kernel, outputs = torch.randn(2, 16, 24, 24), torch.randn(32, 16, 4, 4), []
+    for padding in ([0], [0, 0]):
+        arguments = (pixels, kernel, None, [4, 4], padding, [1, 1], False, [0, 0], 1)
+        outputs.append(kernel_bytes(aten.convolution.default, arguments, aten.convolution(*arguments)))
+        check(aten.convolution.default, arguments)
+    assert outputs[0] == outputs[1]
+
+
 def test_the_stem_reads_three_channels_as_they_are():
     pixels, kernel = torch.randn(2, 3, 96, 96), torch.randn(64, 3, 7, 7)
     common = ([2, 2], [3, 3], [1, 1], False, [0, 0], 1)

@@ -87,8 +87,10 @@ class _Convolution:
         whole_channels, whole_features = round_up(channels, block), round_up(features, block)
         self.image, self.weights = x, w
         self.cells, self.block, self.groups = cells_out, block, groups
+        # padding="valid" arrives as one number for all sides
+        of_sides = [list(option) * (1 if len(option) > 1 else len(spatial)) for option in options[:3]]
         self.sides = sides = [
-            _Side(*numbers) for numbers in zip(x.shape[2:], spatial, w.shape[2:], *options[:3], strict=True)
+            _Side(*numbers) for numbers in zip(x.shape[2:], spatial, w.shape[2:], *of_sides, strict=True)
         ]
         self.aligned = channels % block == 0 and features % block == 0
         self.narrow = channels < block
