@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from varuna_capslog.engine.offload import laid_out
+from varuna_capslog.model.capture.repeats import is_view
 from varuna_capslog.model.capture.runtime import CapturedGraph
 from varuna_capslog.model.capture.trial import same_bits
 
@@ -327,11 +328,7 @@ def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source: Any = node.args[0]
         return _is_view(source)
-    target: Any = node.target
-    if target is _aten._unsafe_view.default:
-        return True
-    aliases = [returned.alias_info for returned in target._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    return node.target is _aten._unsafe_view.default or is_view(node.target)
 
 
 def _is_mutable(node: fx.Node) -> bool:

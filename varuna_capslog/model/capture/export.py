@@ -30,7 +30,7 @@ from varuna_capslog.model.capture.causality import attend_causally
 from varuna_capslog.model.capture.fixed_sizes import fix_sizes
 from varuna_capslog.model.capture.kernels import kernels_stay_calls
 from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
-from varuna_capslog.model.capture.repeats import EqualBlocks, NotEqual, storage_key
+from varuna_capslog.model.capture.repeats import EqualBlocks, NotEqual, is_view, storage_key
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
 from varuna_capslog.model.capture.trial import Watch
 from varuna_capslog.model.hollow import on_host
@@ -451,12 +451,7 @@ def _reshape_attention(graph: fx.Graph) -> None:
     for node in found:  # grows
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
-        found += [user for user in node.users if _is_view(user)]
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable and any(one.alias_info is not None for one in schema.returns)
+        found += [user for user in node.users if is_view(user.target)]
 
 
 _UNTRACED = "do_not_emit_stack_traces"

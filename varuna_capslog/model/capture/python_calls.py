@@ -168,7 +168,7 @@ class PythonCall(nn.Module):
         for slot, tensor in zip(shape.slots, tensors, strict=True):
             leaves[slot] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, shape.spec)
-        with self._knowing(tensors):
+        with self._knowing(tensors) if shape.values else nullcontext():
             actual, spec = pytree.tree_flatten(self.call(*args, **kwargs))
         if spec != shape.result_spec or not all(map(_alike, actual, shape.result_constants)):
             raise CapslogError(
@@ -182,7 +182,7 @@ class PythonCall(nn.Module):
     def _knowing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let tensors without values, of the captured shapes, have the values that the captured call got and read."""
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        if not self.shape.values or shapes != self.shape.argument_shapes or not isinstance(tensors[0], FakeTensor):
+        if shapes != self.shape.argument_shapes or not isinstance(tensors[0], FakeTensor):
             yield
             return
         opened = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KnownValues))

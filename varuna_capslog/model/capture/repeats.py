@@ -26,7 +26,7 @@ from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-__all__ = ["EqualBlocks", "NotEqual", "is_own_name", "storage_key", "value_of"]
+__all__ = ["EqualBlocks", "NotEqual", "is_own_name", "is_view", "storage_key", "value_of"]
 
 _LIBRARY = torch.library.Library("capslog", "FRAGMENT")
 _LIBRARY.define("block_border(Tensor[] tensors, int number) -> ()")
@@ -242,6 +242,13 @@ def storage_key(node: fx.Node) -> int | fx.Node:
         return node
     number: int | None = node.meta.get("storage")
     return tensor.untyped_storage()._cdata if number is None else number
+
+
+def is_view(target: Any) -> bool:
+    """Return True for an operator that returns views of its arguments, without a change of them."""
+    schema = getattr(target, "_schema", None)
+    aliases = [returned.alias_info for returned in schema.returns] if schema is not None else []
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def value_of(node: fx.Node) -> dict[str, Any]:
