@@ -36,6 +36,7 @@ STATE = State(
 def parts() -> Any:
     notes: list[tuple[str, dict[str, Any]]] = []
     taken: list[tuple[int, Stamp]] = []
+    caught_up: list[int] = []
     return SimpleNamespace(
         me="m0",
         notes=notes,
@@ -44,9 +45,12 @@ def parts() -> Any:
         work=SimpleNamespace(note=lambda kind, **details: notes.append((kind, details))),
         holdings=SimpleNamespace(
             take=lambda layer, stamp, state: taken.append((layer, stamp)),
-            at=lambda layer, stamp: WEIGHT if stamp == AT else EARLIER,
-            copied=lambda layer, held: (BEFORE, EARLIER),
+            digest_at=lambda layer, stamp: digest(WEIGHT if stamp == AT else EARLIER),
+            has_digest=lambda layer, stamp: (layer, stamp) == (0, BEFORE),
+            stands_at=lambda layer, held: BEFORE,
+            catch_up=caught_up.extend,
         ),
+        caught_up=caught_up,
         probe=lambda point: None,
     )
 
@@ -90,16 +94,19 @@ def test_a_member_proves_the_layers_that_were_copied_ahead_and_hears_its_own_val
     held = frozenset((number, stamp) for number in range(4) for stamp in (BEFORE, AT))
     state = replace(STATE, phase=Phase.GATHER, held=held, roles=Roles(frozenset({0, 1}), shadows=frozenset({2})))
     parts.peers = SimpleNamespace(send=lambda target, kind, **header: parts.sent.append((target, kind, header)))
-    training, loop = SimpleNamespace(sent_ahead=frozenset({1})), SimpleNamespace(state=state)
+    training = SimpleNamespace(sent_ahead=frozenset({0, 1}), coming_own=frozenset({2}))
+    loop = SimpleNamespace(state=state)
     effects = Effects(parts, SimpleNamespace(), training, loop)  # type: ignore[arg-type]
     (heard,) = effects.carry_out(m.Cast(2, 0, m.Contribution(held, "h0")))
     now, earlier = digest(WEIGHT).hex(), digest(EARLIER).hex()
     proofs = {m.Proof(1, AT, True, now), m.Proof(1, BEFORE, True, earlier), m.Proof(2, BEFORE, False, earlier)}
+    proofs.add(m.Proof(0, BEFORE, True, earlier))  # its digest was begun ahead, at the boundary of the copies
     assert heard == m.Heard(2, 0, "m0", m.Contribution(held, "h0", proofs=frozenset(proofs)))
     ((target, kind, header),) = parts.sent
     assert (target, kind) == ("m1", "value")
     assert isinstance(heard, m.Heard)
     assert decode(header["value"].encode()) == heard.value
+    assert parts.caught_up == [2]
 
 
 # -- values of a round survive their journey -------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.small_motion import Loss, Weighed, follows_a_loss
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.layer_state import digest
 
 __all__ = ["Effects"]
 
@@ -148,23 +147,24 @@ class Effects:
         for member in self._loop.state.record.participants:
             if member != self._parts.me:
                 self._parts.peers.send(member, "value", generation=effect.generation, value=text)
+        self._parts.holdings.catch_up(self._training.coming_own)  # while the others' contributions are on their way
         return (m.Heard(effect.generation, 0, self._parts.me, value),)
 
     def _proofs(self) -> frozenset[m.Proof]:
         """Digests of layers that were copied ahead, from this member as their owner or as holder of the copy. An owner
-        gives both of its boundaries: the copy is at one of them.
+        gives those that were begun beside training, of the boundary where the copies are; without them it gives both
+        of its boundaries.
         """
         state, holdings = self._loop.state, self._parts.holdings
-        moved = state.roles.own & self._training.sent_ahead
-        proofs = {
-            m.Proof(layer, stamp, True, digest(holdings.at(layer, stamp)).hex())
-            for layer, stamp in state.held
-            if layer in moved
-        }
+        proofs = set()
+        for layer in state.roles.own & self._training.sent_ahead:
+            stamps = [stamp for number, stamp in state.held if number == layer]
+            begun = [stamp for stamp in stamps if holdings.has_digest(layer, stamp)]
+            proofs |= {m.Proof(layer, stamp, True, holdings.digest_at(layer, stamp).hex()) for stamp in begun or stamps}
         for layer in state.roles.shadows:
-            copied = holdings.copied(layer, state.held)
-            if copied is not None and (layer, copied[0]) in state.held:
-                proofs.add(m.Proof(layer, copied[0], False, digest(copied[1]).hex()))
+            stamp = holdings.stands_at(layer, state.held)
+            if stamp is not None:
+                proofs.add(m.Proof(layer, stamp, False, holdings.digest_at(layer, stamp).hex()))
         return frozenset(proofs)
 
     def _gathered(self, effect: m.Decided) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from varuna_capslog.membership.generation import Generation, Held, Stamp
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import entry_of, latest_checkpoint, publish, write_whole
+from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.manifest import FORMAT, check_manifest
 from varuna_capslog.training.stored_layers import manifest_of_layers, to_checkpoint
 
@@ -84,6 +85,10 @@ class Holdings:
         self._arriving: set[tuple[int, Stamp]] = set()
         self._shelf: dict[int, Copy] = {}
         self._stepping: Callable[[], None] | None = None
+        self._digests: dict[tuple[int, Stamp], Future[bytes]] = {}
+        # with as many threads inside torch as the member's own: the setting may count for the whole process
+        threads = torch.get_num_threads()
+        self._beside = ThreadPoolExecutor(1, "digests", initializer=torch.set_num_threads, initargs=(threads,))
         self.updates: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         self.scales: dict[int, float] = {}
 
@@ -114,14 +119,52 @@ class Holdings:
                 return copy
         raise KeyError((layer, stamp))
 
-    def copied(self, layer: int, held: Held) -> tuple[Stamp, LayerState] | None:
-        """Return a copy and its boundary; it makes its due step only if that boundary is not held. None: no copy."""
-        copy = self.copies.get(layer, self._shelf.get(layer))
+    def stands_at(self, layer: int, held: Held) -> Stamp | None:
+        """Return the boundary at which a copy is in memory; it makes its due step only if that boundary is not held.
+        None: there is no copy, or it is at no boundary that is held.
+        """
+        copy = self._copy_of(layer)
         if copy is None:
             return None
         if (layer, copy.stands_at) not in held:
             self._make_due((layer, copy))
-        return copy.stands_at, self._state_of(copy)
+        return copy.stands_at if (layer, copy.stands_at) in held else None
+
+    def _copy_of(self, layer: int) -> Copy | None:
+        return self.copies.get(layer, self._shelf.get(layer))
+
+    # -- digests of states that are compared with another member's at a planned change ---------------------------------
+
+    def begin_digests(self, layers: Iterable[int], stamp: Stamp) -> None:
+        """Begin to compute digests at a boundary in a thread, for own layers at `live` and for copies that are there.
+
+        The states keep that boundary until their next step, which waits for the digests.
+        """
+        for layer in layers:
+            copy = self._copy_of(layer)
+            if (layer, stamp) in self._digests:
+                continue
+            if self.live == stamp and layer in self._own:
+                self._digests[layer, stamp] = self._beside.submit(digest, self._work.state(layer, copy=False))
+            elif copy is not None and copy.stands_at == stamp:
+                self._digests[layer, stamp] = self._beside.submit(_digest_of, copy, self._stepping)
+
+    def has_digest(self, layer: int, stamp: Stamp) -> bool:
+        """True where `begin_digests` has begun this digest."""
+        return (layer, stamp) in self._digests
+
+    def digest_at(self, layer: int, stamp: Stamp) -> bytes:
+        """Return the digest of a held state, begun ahead or computed now. Raises as `at`."""
+        begun = self._digests.get((layer, stamp))
+        return digest(self.at(layer, stamp)) if begun is None else begun.result()
+
+    def _wait_for_digests(self, layers: Collection[int]) -> None:
+        """Wait for the digests of layers whose states a step is about to change."""
+        wait([begun for (layer, _), begun in self._digests.items() if layer in layers])
+
+    def close(self) -> None:
+        """End the thread."""
+        self._beside.shutdown()
 
     def everything(self, held: Held) -> dict[tuple[int, Stamp], LayerState]:
         """Return all states that the protocol holds."""
@@ -144,6 +187,7 @@ class Holdings:
         """Free the states that the protocol no longer holds; new states that it does not list yet stay."""
         self._held = held
         self._arriving -= held
+        self._digests = {entry: begun for entry, begun in self._digests.items() if entry in held}
         for entry in [entry for entry in self._kept if entry not in held and entry not in self._arriving]:
             state = self._kept.pop(entry)
             if entry[0] in self._own:  # `keep_before` reuses its memory
@@ -212,6 +256,7 @@ class Holdings:
     def keep_before(self) -> None:
         """Copy the own layers aside before a step changes them: all of them, or none where that fails."""
         assert self.live is not None
+        self._wait_for_digests(self._own)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         kept: dict[tuple[int, Stamp], LayerState] = {}
@@ -227,27 +272,33 @@ class Holdings:
             torch._foreach_copy_(targets, sources)
         self._kept |= kept
 
-    def advance(self, held: Held, generation: int) -> None:
-        """Advance the copies by the applied steps whose updates are here."""
+    def advance(self, held: Held, generation: int, accepted: int) -> None:
+        """Advance the copies by the steps whose updates are here. accepted: the newest step that a vote accepted."""
         self._held = held
-        while following := [(layer, copy) for layer, copy in self.copies.items() if self._can_follow(layer, copy)]:
+        while following := [
+            (layer, copy) for layer, copy in self.copies.items() if self._can_follow(layer, copy, accepted)
+        ]:
             self._make_due(*following)
             for layer, copy in following:
                 step = copy.stamp.step + 1
                 copy.due = Due(copy.stamp, self.updates.pop((layer, step)), step, self.scales[step])
                 copy.stamp = Stamp(step, generation)
 
-    def _can_follow(self, layer: int, copy: Copy) -> bool:
-        """True where the copy's next step was applied by its owner and the update is here."""
+    def _can_follow(self, layer: int, copy: Copy, accepted: int) -> bool:
+        """True where the copy's next step was accepted and the update is here."""
         step = copy.stamp.step + 1
-        return (
-            self.live is not None and step <= self.live.step and step in self.scales and (layer, step) in self.updates
-        )
+        return step <= accepted and step in self.scales and (layer, step) in self.updates
+
+    def catch_up(self, layers: Iterable[int]) -> None:
+        """Begin the due steps of the copies of these layers, if there are any."""
+        copies = {layer: self._copy_of(layer) for layer in layers}
+        self._make_due(*((layer, copy) for layer, copy in copies.items() if copy is not None and copy.due is not None))
 
     def _make_due(self, *copies: tuple[int, Copy]) -> None:
         """Begin the due steps of these copies; they may run beside training."""
         if not copies:
             return
+        self._wait_for_digests([layer for layer, _ in copies])
         self._settle()
         steps: list[tuple[Followed, Mapping[str, Tensor], int, float]] = []
         for layer, copy in copies:
@@ -281,6 +332,13 @@ class Holdings:
         if not behind:
             oldest = min([step - 1, *(number + 1 for number in reached.values())])
             self.scales = {number: scale for number, scale in self.scales.items() if number >= oldest}
+
+
+def _digest_of(copy: Copy, stepping: Callable[[], None] | None) -> bytes:
+    """Return the digest of a copy once the step that it makes has ended."""
+    if stepping is not None:
+        stepping()
+    return digest(copy.followed.state(copy=False))
 
 
 # -- Copies of layers that a member of our engine keeps for others, and the layers that its last generation trained.

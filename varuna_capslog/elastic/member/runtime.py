@@ -197,6 +197,7 @@ class Runtime:
         finally:
             self.inbox.close(_FLUSH_SECONDS)
             self.parts.path.close()
+            self.parts.holdings.close()
 
     def look_at_deadline(self) -> None:
         """Check before a step if the deadline of this member is now too close to copy its layers ahead."""

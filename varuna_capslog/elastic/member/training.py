@@ -92,6 +92,7 @@ class Training:
         waits_since: when the last computation ended; `time.monotonic`.
         usual_seconds: of the longest of the last steps; 0 before the first one.
         sent_ahead: layers that this member sent ahead of a planned change in the last generation that trained.
+        coming_own: layers that this member is to train after that change.
         save_all: a checkpoint is due at the next boundary, together with all members.
     """
 
@@ -101,6 +102,7 @@ class Training:
         self.waits_since = 0.0
         self.usual_seconds = 0.0
         self.sent_ahead: frozenset[int] = frozenset()
+        self.coming_own: frozenset[int] = frozenset()
         self.save_all = False
         self._ahead: Ahead | None = None
         self._awaited = False  # the layers that come here ahead are not known yet; others may already send them
@@ -122,6 +124,8 @@ class Training:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:  # else it ended before it copied ahead: the copies of the generation before still count
             self.sent_ahead = frozenset() if ahead.hinted else frozenset(ahead.sent)
+            layout = ahead.layout
+            self.coming_own = frozenset() if layout is None else frozenset(layout.owned.get(self._parts.me, ()))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -145,6 +149,7 @@ class Training:
             self._began = time.monotonic()
             self._computing = step
             self._send_ahead()
+            self._begin_digests()
             parts.probe("compute")
             finite, lack = self._compute(step)
         except PeerLost:
@@ -158,7 +163,7 @@ class Training:
         loop.drain()
         if not self._goes_on(generation):
             return
-        parts.holdings.advance(loop.state.held, generation)
+        parts.holdings.advance(loop.state.held, generation, loop.state.at.step)
         self._check_ahead()
         self.waits_since = time.monotonic()
         loop.feed(m.Computed(generation, step, finite))
@@ -243,15 +248,18 @@ class Training:
         parts, holdings = self._parts, self._parts.holdings
         parts.probe("apply")
         assert holdings.live == effect.before, (holdings.live, effect.before)
-        holdings.forget(self._loop.state.held)
+        state = self._loop.state
+        holdings.forget(state.held)
+        holdings.advance(state.held, effect.generation, effect.step)  # beside the step of the own layers
+        if state.wishes.planned:
+            holdings.begin_digests(state.roles.shadows, effect.before)
         lack = self._change(effect.step)
         if lack is not None:
             raise NotApplied(lack)
         self._pressures = 0
         holdings.live = Stamp(effect.step, effect.generation)
         self._computing = None
-        self.sent_ahead = frozenset()
-        holdings.advance(self._loop.state.held, effect.generation)
+        self.sent_ahead = self.coming_own = frozenset()
         coming = self._ahead is not None and not self._ahead.mine <= holdings.copies.keys()
         holdings.prune(effect.step, behind=coming or self._awaited)
         parts.probe("applied")
@@ -325,7 +333,7 @@ class Training:
         state, holdings = self._loop.state, self._parts.holdings
         if state.phase is not Phase.RUN or self._computing != state.round or state.copied == state.round:
             return
-        holdings.advance(state.held, state.record.number)
+        holdings.advance(state.held, state.record.number, state.at.step)
         if self._check_ahead() or not (state.roles.copies or state.roles.shadows):
             return  # the event Prepared, just fed, changes the copies: they are checked again
         for layer in state.roles.copies | state.roles.shadows:
@@ -381,6 +389,14 @@ class Training:
             for member in members:
                 parts.send_state("shadow", member, number, layer, at, state)
                 parts.probe("shadow sent")
+
+    def _begin_digests(self) -> None:
+        """Begin the digests of the layers that were sent ahead of a planned change, beside the step's computation.
+        After the step this boundary is that of the copies, so the digests are ready if the change comes then.
+        """
+        if self._ahead is not None and self._ahead.began and not self._ahead.hinted:
+            state = self._loop.state
+            self._parts.holdings.begin_digests(state.roles.own & self._ahead.sent.keys(), state.at)
 
     def _check_ahead(self) -> bool:
         """Feed Prepared once all layers of the change are here at this step's boundary; True if it was fed now."""

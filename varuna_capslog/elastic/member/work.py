@@ -155,7 +155,9 @@ class Work(Protocol):
     def apply_to_copies(
         self, due: Sequence[tuple[Followed, Mapping[str, Tensor], int, float]]
     ) -> Callable[[], None] | None:
-        """Begin each (copy, update, step, scale); return a function that waits for the end, or None if all are done."""
+        """Begin each (copy, update, step, scale); return a function that waits for the end, or None if all are done.
+        Two threads may call that function.
+        """
         for followed, update, step, scale in due:
             followed.apply(update, step, scale)
         return None
