@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -11,12 +12,23 @@ import pytest
 
 from tests.planners.timed import Positional, chain, cut_lists, seconds_of, simulated
 from tests.planning import asking
+from tests.sweeps import some
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
-from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
-from varuna_capslog.planners.throughput import Fastest, fastest_cuts, pareto_front, steady_cuts
+from varuna_capslog.memory.costs import NEVER, RangeCosts
+from varuna_capslog.planners import throughput
+from varuna_capslog.planners.seconds import LayerSeconds, Link, StepPlayer, step_player
+from varuna_capslog.planners.throughput import Fastest, fastest_cuts, least_step, pareto_front, steady_cuts
 from varuna_capslog.profiles.record import LayerProfile, Profile
-from varuna_capslog.schedules import SCHEDULES, RunShape
+from varuna_capslog.schedules import (
+    SCHEDULES,
+    RunShape,
+    StageGraph,
+    StageSeconds,
+    in_flight_limits,
+    schedule_of,
+    simulate,
+)
 
 LINKS = (
     None,
@@ -134,6 +146,76 @@ def test_the_bound_holds_where_the_beam_is_too_narrow_to_find_the_best() -> None
             assert fastest.step_seconds == pytest.approx(best)
         worse += fastest.step_seconds > best * 1.0001
     assert worse > 0, "nothing was left out, so the bound was never needed"
+
+
+@pytest.mark.parametrize("stages", some([2, 3, 4, 5, 6, 7], 3))
+def test_what_the_bound_takes_from_the_lists_of_a_schedule(stages: int) -> None:
+    """Of `varuna`: every choice of recomputing stages. Of `1f1b-star`: random limits."""
+    rng = random.Random(stages)
+    for count in (1, 2, 3, 5, 8, 13, 21, 32):
+        graph, limits = StageGraph.line(stages, count), in_flight_limits("varuna", stages, count)
+        without = schedule_of("varuna", graph, (False,) * stages)
+        for again in itertools.product((False, True), repeat=stages):
+            lists = schedule_of("varuna", graph, again)
+            rows = ["".join(action.kind for action in row if action.kind in "FB") for row in lists]
+            assert [row.index("B") for row in rows] == limits
+            last = max((stage for stage in range(stages - 1) if again[stage]), default=None)
+            if last is None:
+                assert lists == without
+            else:
+                rounds = [min(limits[last], count - done) for done in range(0, count, limits[last])]
+                assert rows[last] == "".join("F" * size + "B" * size for size in rounds)
+        for _ in range(20):
+            chosen = tuple(rng.randint(1, min(count, 3 * stages)) for _ in range(stages))
+            rows = ["".join(action.kind for action in row) for row in schedule_of("1f1b-star", graph, False, chosen)]
+            for stage, row in enumerate(rows):
+                assert row.index("B") >= min(3 * (stages - 1 - stage) + 1, count, *chosen[: stage + 1])
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize(
+    ("schedule", "lowest", "again"),
+    [("1f1b", 2, False), ("1f1b-star", 512, False), ("varuna", 2, False), ("varuna", 512, True)],
+)
+def test_no_cut_list_is_below_the_bound_whatever_recomputes(
+    seed: int, schedule: str, lowest: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputing takes no time here, but changes the order of the work under `varuna`. again: a stage recomputes."""
+    rng, reached = random.Random(seed), 0
+    monkeypatch.setattr(throughput, "_LOWEST", lowest)
+    if again:
+        monkeypatch.setattr(StepPlayer, "step_seconds", lambda player, forward, *others: np.full(len(forward), np.inf))
+    for _ in range(20):
+        stages, count = rng.randint(2, 4), rng.choice([3, 7, 12])
+        size = stages + rng.randint(0, 2)
+        forward, backward = ([rng.choice([0.0, 1.0, 2.0, rng.random()]) for _ in range(size)] for _ in range(2))
+        transfer, handover = np.zeros((2, size + 1))
+        transfer[1:-1] = [rng.choice([0.0, 0.1, rng.random()]) for _ in range(size - 1)]
+        handover[1:-1] = [rng.choice([0.0, 0.0, 0.2]) for _ in range(size - 1)]
+        sums = [np.concatenate([[0.0], np.cumsum(row)]) for row in (forward, backward, backward)]
+        seconds = LayerSeconds(*sums, transfer, handover)
+        fits = np.where(np.triu(np.ones((size, size + 1)), 1) > 0, 1, NEVER).astype(np.int64)
+        run, nothing = RunShape(count, schedule), [np.zeros(fits.shape)] * stages
+        bound, graph = least_step(RangeCosts(fits), seconds, run, nothing), StageGraph.line(stages, count)
+        flags = [row for row in itertools.product((False, True), repeat=stages) if any(row[:-1]) or not again]
+        most = [min(count, 3 * (stages - stage)) for stage in range(stages)]
+        limits = [(), most, *([rng.randint(1, limit) for limit in most] for _ in range(10))]
+        if schedule == "1f1b-star":
+            lists = [schedule_of(schedule, graph, False, row) for row in limits]
+        else:
+            lists = [schedule_of(schedule, graph, row) for row in flags]
+        cuts = np.array(list(cut_lists(size, stages)))
+        best = min(
+            simulate(
+                actions,
+                StageSeconds(f, b, [0.0] * stages, transfer=[0.0, *across], handover=[0.0, *handed]),
+            ).step_seconds
+            for f, b, _, across, handed in zip(*(part.tolist() for part in seconds.of_cuts(cuts)), strict=True)
+            for actions in lists
+        )
+        assert bound <= best * (1 + 1e-9)
+        reached += bound >= best * (1 - 1e-9)
+    assert reached > 2, "the bound is often the shortest step"
 
 
 def uneven() -> Profile:

@@ -17,7 +17,7 @@ from varuna_capslog.memory.costs import NEVER, RangeCosts, StageCosts
 from varuna_capslog.planners.baselines import varuna_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.seconds import LayerSeconds, StepPlayer, step_player
-from varuna_capslog.schedules import RunShape, in_flight_limits
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE, RunShape, in_flight_limits
 
 __all__ = ["Fastest", "fastest_cuts", "least_step", "pareto_front", "steady_cuts"]
 
@@ -35,6 +35,12 @@ _HASTY_CHANGES, _CHANGES = 3, 1000
 
 _LONGEST_MOVE = 12
 """Most neighbouring cuts that move together."""
+
+_LOWEST = 512
+"""Cut lists with the lowest bounds that `least_step` examines."""
+
+_ORDER_KNOWN = ("1f1b", "1f1b-star", "varuna")
+"""Schedules whose step `_CutSearch.least_played` bounds."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def fastest_cuts(
     best: _Ranked | None = None
     bound = 0.0
     for kept in (max(1, width // 8), width) if width > _NARROW else (width,):
-        lists, dropped = search.beam(kept, np.inf if best is None else best.step)
+        lists, _, dropped = search.beam(kept, np.inf if best is None else best.step)
         best = search.best_of(lists, best)
         if best.step > dropped * (1 + _SAME):
             best = search.improved(best, _HASTY_CHANGES if width <= _NARROW else _CHANGES)
@@ -91,12 +97,18 @@ def fastest_cuts(
 
 
 def least_step(costs: StageCosts, seconds: LayerSeconds, run: RunShape, work: Sequence[Floats]) -> float:
-    """Return a lower bound of the step seconds of every cut list, infinite where none fits; no cuts are searched.
+    """Return a lower bound of the step seconds of every cut list, infinite where none fits. Where the order of the
+    work is known, the cut lists with the lowest bounds are enumerated and played, and the bound is that of the others,
+    or the shortest step of these if that is less.
     work: for each stage, [L, L + 1]: additional busy seconds of its device per microbatch, at any time of the step;
     infinite where layers first .. end-1 do not fit.
     """
     search = _CutSearch(costs, seconds, run, len(work), None, None, work, True)
-    return float(search.step[0][0])
+    least = float(search.step[0][0])
+    if run.schedule not in _ORDER_KNOWN or not np.isfinite(least):
+        return least
+    lists, of_lists, dropped = search.beam(_LOWEST, np.inf, by_bound=True)
+    return min(dropped, float(np.maximum(of_lists, search.least_played(lists)).min()))
 
 
 def pareto_front(
@@ -189,8 +201,11 @@ class _CutSearch:
         self.num_microbatches = run.microbatches
         self.num_layers = costs.num_layers
         self.player: StepPlayer = step_player(run, devices, extra is not None)
-        limits = in_flight_limits(run.schedule, devices, self.num_microbatches, run.k)
-        self.paces = [_in_flight_bounds(run.schedule, self.num_microbatches, limit) for limit in limits]
+        self._schedule = run.schedule
+        self._limits = in_flight_limits(run.schedule, devices, self.num_microbatches, run.k)
+        if anywhere and run.limits_by_plan:  # a plan may have more calls in flight
+            self._limits = [self.num_microbatches] * devices
+        self.paces = [_in_flight_bounds(run.schedule, self.num_microbatches, limit) for limit in self._limits]
         self._forward, self._both = seconds.of_ranges()
         self._trip, self._ahead, self._transfers = seconds.of_ways(run)
         self._extra = extra
@@ -279,11 +294,12 @@ class _CutSearch:
             ):
                 bound[stage] = np.append(np.where(fits, part, np.inf).min(axis=1), np.inf)
 
-    def beam(self, width: int, incumbent: float) -> tuple[Cuts, float]:
-        """Return at most `width` cut lists [K, S], and the bound of the best list that was dropped. Stage by stage,
-        keep the partial lists with the smallest estimated step: the larger of their bound and of round trip +
-        (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits. Lists whose bound is
-        not below the incumbent cannot improve it, and do not count as dropped.
+    def beam(self, width: int, incumbent: float, by_bound: bool = False) -> tuple[Cuts, Floats, float]:
+        """Return at most `width` cut lists [K, S], their bounds, and the bound of the best list that was dropped. Stage
+        by stage, keep the partial lists with the smallest estimated step: the larger of their bound and of round trip +
+        (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits. by_bound: keep those
+        with the smallest bound. Lists whose bound is not below the incumbent cannot improve it, and do not count as
+        dropped.
         """
         num_microbatches = self.num_microbatches
         prefix = np.zeros((1, 0), dtype=np.intp)
@@ -303,14 +319,60 @@ class _CutSearch:
             allowed = fits & (bound < incumbent)
             rows, ends = np.nonzero(allowed & np.isfinite(bound))
             if len(rows) > width:
-                order = np.lexsort((ends, rows, bound[rows, ends], promise[rows, ends]))
+                order = np.lexsort((ends, rows, bound[rows, ends], (bound if by_bound else promise)[rows, ends]))
                 excluded = order[width:]
                 dropped = min(dropped, float(bound[rows[excluded], ends[excluded]].min()))
                 rows, ends = rows[order[:width]], ends[order[:width]]
             prefix = np.concatenate([prefix[rows], first[rows, None]], axis=1)
             first = ends
             passed, least, busiest = gone[rows, ends], most[rows, ends], busy[rows, ends]
-        return prefix, dropped
+        return prefix, least, dropped
+
+    def least_played(self, lists: Cuts) -> Floats:
+        """Return a lower bound of the step of each cut list [K, S], whatever recomputes and, under `1f1b-star`,
+        whatever the limits in flight. Under `1f1b`, and under `varuna` where no stage but the last recomputes, the
+        order of the work is known, and the bound is the step in which nothing recomputes. What else is used of the
+        lists of these schedules is tested in `tests/planners/test_throughput.py`.
+        """
+        forward, backward, inputs, transfer, handover = self.seconds.of_cuts(lists)
+        count, none, across = self.num_microbatches, np.zeros((len(lists), 1)), np.maximum(transfer, handover)
+        both = forward + backward
+        ahead = np.concatenate([none, np.cumsum(both[:, :-1] + 2 * across, axis=1)], axis=1)
+        work = ahead + count * both
+        # The first backward of stage j comes behind its first K forwards; all stages and links before it have done K.
+        slowest = np.maximum.accumulate(np.maximum(forward[:, :-1], transfer), axis=1)
+        waits = np.maximum(0.0, np.concatenate([none, slowest], axis=1) - forward)
+        if self._schedule == "1f1b-star":
+            return self._least_of_any_limits(ahead, work, waits)
+        steps = self.player.step_seconds(forward, backward, inputs, transfer, handover)
+        if self._schedule not in ALWAYS_RECOMPUTE:
+            return steps
+        recomputing = np.full(len(lists), np.inf)
+        for stage, limit in enumerate(self._limits[:-1]):
+            # The last stage that recomputes, except stage S-1, goes in rounds: `limit` forwards, then their backwards,
+            # since behind each of these the next gradient is due. The stages behind it have no work between rounds.
+            rounds = -(-count // limit)
+            ways = work[:, stage:] + (rounds - 1) * (ahead[:, stage:] - ahead[:, stage, None])
+            recomputing = np.minimum(recomputing, ways.max(axis=1))
+        first = (work + waits * (np.array(self._limits) - 1)).max(axis=1)
+        return np.minimum(steps, np.maximum(first, recomputing))
+
+    def _least_of_any_limits(self, ahead: Floats, work: Floats, waits: Floats) -> Floats:
+        """Return `least_played` under `1f1b-star`. A stage has time for 3 (S - 1 - s) + 1 forwards before its first
+        gradient comes. If it runs only K of these first, then this stage or one before it has a limit of at most K, and
+        every K-th microbatch takes its round trip after the one before.
+        """
+        count, least = self.num_microbatches, np.zeros(len(work))
+        trips = ahead[:, -1] + (work[:, -1] - ahead[:, -1]) / count
+        for stage in range(self.devices):
+            most = min(count, 3 * (self.devices - 1 - stage) + 1)
+            of_stage = work[:, stage] + (most - 1) * waits[:, stage]
+            for limit in range(1, most):
+                by_limit = ahead[:, stage] + (1 + (count - 1) // limit) * (trips - ahead[:, stage])
+                filled = work[:, stage] + (limit - 1) * waits[:, stage]
+                of_stage = np.minimum(of_stage, np.maximum(filled, by_limit))
+            least = np.maximum(least, of_stage)
+        return least
 
     def step_seconds(self, lists: Cuts) -> Floats:
         """Return the simulator's step time of each cut list [K, S]."""

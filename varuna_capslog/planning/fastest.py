@@ -105,7 +105,7 @@ def schedule_bound(profile: Profile, chain: Layerwise, schedule: str) -> float:
     costs = None if schedule == LOOPED else _costs_of(profile, chain.question.run, "1f1b", False)
     if costs is None:
         return even_share_seconds(profile, chain.question.run.microbatches, chain.stages)
-    return kept_bound(chain.under("gpipe" if schedule == STARRED else schedule), costs)
+    return kept_bound(chain.under(schedule), costs)
 
 
 def _costs_of(profile: Profile, run: RunShape, schedule: str, recompute: bool) -> StageCosts | None:
