@@ -14,7 +14,7 @@ from tests.planners.test_budget import all_cuts, choices, timed
 from tests.planning.asking import judged_layerwise_plan, layerwise_plan, plan
 from tests.sweeps import some
 from varuna_capslog.planners.budget import BudgetSearch
-from varuna_capslog.planners.layerwise import Intervals, Layerwise
+from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning import fastest
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED
@@ -137,6 +137,33 @@ def test_plans_near_the_best_are_left_out_only_where_a_bound_rules_them_out(seed
         assert budget_plan.step_seconds == pytest.approx(
             min(step for step, peak in everything if peak <= capacity), rel=1e-9
         )
+
+
+def test_a_schedule_of_which_no_plan_can_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is as fast as that of a search under every schedule."""
+    draw, searches, steps = random.Random(4), [0, 0], []
+    search = BudgetSearch.stages
+
+    def counted(self: BudgetSearch, chain: Layerwise, closest: bool = True) -> list[StageChoice] | None:
+        searches[-1] += 1
+        return search(self, chain, closest)
+
+    monkeypatch.setattr(BudgetSearch, "stages", counted)
+    for size, devices in [(9, 3), (12, 4)]:
+        profile, run = timed(draw, size), RunShape(8, "auto", microbatch_size=1, num_blocks=1)
+        most = max(
+            rank.bytes or 0 for rank in judged_layerwise_plan(profile, devices, "budget", "auto", None, run).ranks
+        )
+        for part in (0.7, 0.9):
+            for is_slower in (None, lambda self, schedule: False):
+                with monkeypatch.context() as patch:
+                    if is_slower is not None:
+                        patch.setattr(fastest._Candidates, "_is_slower", is_slower)
+                    searches.append(0)
+                    found = judged_layerwise_plan(profile, devices, "budget", "auto", int(part * most), run)
+                steps.append(found.step_seconds if found.fits else None)
+    assert steps[::2] == steps[1::2]
+    assert sum(searches[2::2]) < sum(searches[3::2])
 
 
 def test_where_something_may_be_offloaded_the_bound_counts_what_the_memory_costs() -> None:

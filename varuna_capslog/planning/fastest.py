@@ -84,7 +84,7 @@ def fastest_plan(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules:
     search = _Candidates(problem, chain, plan_of, schedules)
     all_fit = search.weigh_kept()
     search.weigh_cuts()
-    if not all_fit:
+    if not all_fit and not search.is_settled:
         search.weigh_intervals()
     if not all_fit or chain.num_layers <= EXACT_LAYERS:
         search.weigh_nearby()
@@ -158,8 +158,10 @@ class _Candidates:
         self._searches: list[BudgetSearch] = []
         self._bounds: dict[str, float] = {}
         """Schedule -> lower bound in seconds of its plans, without the update."""
-        self._kept: dict[str, float] = {}
-        """Schedule -> its bound, where stages that keep everything fit and reach this bound."""
+        self._fits_kept: set[str] = set()
+        """Schedules whose fastest cuts of stages that keep everything fit."""
+        self._kept: set[str] = set()
+        """Schedules of `_fits_kept` whose step is the bound."""
 
     @property
     def is_over(self) -> bool:
@@ -170,6 +172,18 @@ class _Candidates:
     def fits(self) -> bool:
         """True once a plan that fits is known."""
         return self.best is not None and not self.best.lack
+
+    @property
+    def is_settled(self) -> bool:
+        """True once under every schedule either no plan is faster than the best, or the fastest cuts keep everything
+        and fit, so that no interval gives a shorter step.
+        """
+        return self.fits and all(name in self._fits_kept or self._is_slower(name) for name in self.chains)
+
+    def _is_slower(self, schedule: str) -> bool:
+        """Return True where, by its bound, no plan under this schedule is faster than the best plan."""
+        best = self.best
+        return best is not None and not best.lack and self._bounds.get(schedule, 0.0) + self._update >= best.step
 
     def weigh(self, stages: Sequence[StageChoice], schedule: str) -> bool:
         """Fold and simulate a plan, and keep it where it is the best. Return True if it fits."""
@@ -255,12 +269,14 @@ class _Candidates:
         for name, chain in list(self.chains.items()):
             cuts = kept_cuts(chain, costs)
             fits = self.weigh(self._alike(cuts, None), name)
+            if fits:
+                self._fits_kept.add(name)
             if name in self.chains:
                 fit.append(fits)
                 bounds.append(kept_bound(chain, costs))
                 self._bounds[name] = bounds[-1]
                 if fits and self._fastest[name].step <= (bounds[-1] + self._update) * (1 + SAME):
-                    self._kept[name] = bounds[-1]
+                    self._kept.add(name)
         self.bound = min(bounds)
         return all(fit)
 
@@ -320,7 +336,7 @@ class _Candidates:
                 return
             name = candidate.plan.schedule
             assert name is not None, "every plan has one"
-            if name in self._kept or self._bounds.get(name, 0.0) + self._update >= self.best.step:
+            if name in self._kept or self._is_slower(name):
                 continue
 
             def weigh(stages: Sequence[StageChoice], name: str = name) -> float:
@@ -380,8 +396,8 @@ class _Candidates:
         self._searches.append(search)
         bounds = []
         for name, chain in list(self.chains.items()):
-            if name in self._kept:
-                bounds.append(self._kept[name])
+            if name in self._kept or self._is_slower(name):
+                bounds.append(self._bounds[name])
                 continue
             try:
                 solution = search.stages(chain, looks_closer)
