@@ -182,7 +182,7 @@ def test_no_cut_list_is_below_the_bound_whatever_recomputes(
 ) -> None:
     """Recomputing takes no time here, but changes the order of the work under `varuna`. again: a stage recomputes."""
     rng, reached = random.Random(seed), 0
-    monkeypatch.setattr(throughput, "_LOWEST", lowest)
+    monkeypatch.setattr(throughput, "_LOWEST", (lowest,))
     if again:
         monkeypatch.setattr(StepPlayer, "step_seconds", lambda player, forward, *others: np.full(len(forward), np.inf))
     for _ in range(20):

@@ -36,8 +36,8 @@ _HASTY_CHANGES, _CHANGES = 3, 1000
 _LONGEST_MOVE = 12
 """Most neighbouring cuts that move together."""
 
-_LOWEST = 512
-"""Cut lists with the lowest bounds that `least_step` examines."""
+_LOWEST = (128, 1024)
+"""Numbers of cut lists with the lowest bounds that `least_step` examines; the second if the first are too few."""
 
 _ORDER_KNOWN = ("1f1b", "1f1b-star", "varuna")
 """Schedules whose step `_CutSearch.least_played` bounds."""
@@ -82,8 +82,8 @@ def fastest_cuts(
         return None
     best: _Ranked | None = None
     bound = 0.0
-    for kept in (max(1, width // 8), width) if width > _NARROW else (width,):
-        lists, _, dropped = search.beam(kept, np.inf if best is None else best.step)
+    for kept, by_bound in ((min(width, 256), True), (width, False)) if width > _NARROW else ((width, False),):
+        lists, _, dropped = search.beam(kept, np.inf if best is None else best.step, by_bound)
         best = search.best_of(lists, best)
         if best.step > dropped * (1 + _SAME):
             best = search.improved(best, _HASTY_CHANGES if width <= _NARROW else _CHANGES)
@@ -107,8 +107,12 @@ def least_step(costs: StageCosts, seconds: LayerSeconds, run: RunShape, work: Se
     least = float(search.step[0][0])
     if run.schedule not in _ORDER_KNOWN or not np.isfinite(least):
         return least
-    lists, of_lists, dropped = search.beam(_LOWEST, np.inf, by_bound=True)
-    return min(dropped, float(np.maximum(of_lists, search.least_played(lists)).min()))
+    for width in _LOWEST:
+        lists, of_lists, dropped = search.beam(width, np.inf, by_bound=True)
+        shortest = float(np.maximum(of_lists, search.least_played(lists)).min())
+        if shortest <= dropped:
+            break
+    return min(dropped, shortest)
 
 
 def pareto_front(
