@@ -396,7 +396,7 @@ class _Candidates:
         self._searches.append(search)
         bounds = []
         for name, chain in list(self.chains.items()):
-            if name in self._kept or self._is_slower(name):
+            if name in self._kept:
                 bounds.append(self._bounds[name])
                 continue
             try:
