@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.engine.functions import _code as bound_code
 from varuna_capslog.engine.functions import _joint_graph, _Part, _prune, _split, _sum_in_place, _text, _with_sums
@@ -126,8 +127,9 @@ def layer_functions(
     """
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     leaves = [tensor.requires_grad_(want) for tensor, want in zip(inputs, wanted, strict=True)]
-    with torch.enable_grad():
-        graph, carries = _joint_graph(module, state, leaves)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
+        graph, carries = _joint_graph(module, fakes, [mode.from_tensor(leaf) for leaf in leaves])
     if pruned:
         _prune(graph)
     forward, backward, strides = _split(graph, len(state), len(inputs), len(carries))

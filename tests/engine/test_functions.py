@@ -14,7 +14,7 @@ from tests.engine.compare import merged
 from tests.engine.pool import WorkerPool
 from varuna_capslog.engine import functions
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.functions import LayerFunctions
+from varuna_capslog.engine.functions import LayerFunctions, SharedFunctions
 from varuna_capslog.engine.layers import take_layers
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import PipelineEngine
@@ -183,6 +183,53 @@ def test_a_layer_is_traced_after_its_calls_for_each_size(monkeypatch: pytest.Mon
     assert layer.functions.instead(layer, {"x": torch.ones(4, 2).t()}, lambda name: True) is None  # another layout
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"factor": -0.0},
+        {"scale": torch.randn(4, 2).t()},
+        {"counts": torch.ones(4, dtype=torch.int32)},
+        {"trained": False},
+    ],
+    ids=["constant", "stride", "dtype", "requires_grad"],
+)
+def test_equal_layers_share_functions_and_similar_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(functions, "CALLS", 1)
+    shared, reads = SharedFunctions(), {"x": torch.randn(2, 4).requires_grad_()}
+    layers = [_captured(Similar(**kind), 2, 4) for kind in ({}, {}, other)]
+    made = [_made(layer, reads, shared=shared) for layer in layers]
+    assert made[0].traced is made[1].traced
+    assert made[2].traced is not made[0].traced
+    assert len(shared.traced) == 2
+    for layer, instead in zip(layers, made, strict=True):
+        rows = []
+        for call in (layer.layer.module, instead):
+            x = reads["x"].detach().requires_grad_()
+            (output,) = layer.layer.run({"x": x}, call).values()
+            output.sum().backward()
+            rows.append([output, x.grad, *(parameter.grad for parameter in layer.parameters.values())])
+            layer.reset()
+        assert all(one is two is None or torch.equal(one, two) for one, two in zip(*rows, strict=True))
+
+
+def test_calls_of_layers_that_look_alike_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "CALLS", 4)
+    shared, reads = SharedFunctions(), {"x": torch.ones(2, 4)}
+    layers = [_layer() for _ in range(2)]
+    rows = [LayerFunctions(layer.layer.module, shared) for layer in layers]
+    calls = [
+        [row.instead(layer, reads, lambda name: True) for layer, row in zip(layers, rows, strict=True)]
+        for _ in range(4)
+    ]
+    assert [[made is not None for made in pair] for pair in calls] == [[False] * 2, [False] * 2, [True] * 2, [True] * 2]
+    late = LayerFunctions(layers[0].layer.module, shared)
+    made = [late.instead(layers[0], reads, lambda name: True) for _ in range(2)]
+    assert made[0] is None  # a layer's first call shows what it does
+    assert made[1] is not None
+
+
 def test_layers_that_functions_might_change_keep_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "CALLS", 1)
     reads = {"x": torch.ones(2, 4)}
@@ -228,9 +275,9 @@ def test_functions_that_give_other_bits_are_not_taken(monkeypatch: pytest.Monkey
     assert _made(layer, reads) is None
 
 
-def _made(layer: Any, reads: Mapping[str, Tensor], reached: bool = True) -> Any:
+def _made(layer: Any, reads: Mapping[str, Tensor], reached: bool = True, shared: SharedFunctions | None = None) -> Any:
     """Return the functions of a layer after its second call."""
-    layer_functions = LayerFunctions(layer.layer.module)
+    layer_functions = LayerFunctions(layer.layer.module, shared or SharedFunctions())
     return [layer_functions.instead(layer, reads, lambda name: reached) for _ in range(2)][1]
 
 
@@ -243,10 +290,32 @@ class Small(nn.Module):
         return self.linear(x) + x
 
 
+class Similar(nn.Module):
+    def __init__(
+        self,
+        factor: float = 0.0,
+        scale: Tensor | None = None,
+        counts: Tensor | None = None,
+        trained: bool = True,
+    ) -> None:
+        super().__init__()
+        self.factor = factor
+        self.scale = nn.Parameter(torch.randn(2, 4) if scale is None else scale)
+        self.bias = nn.Parameter(torch.randn(4), requires_grad=trained)
+        self.register_buffer("counts", torch.ones(4, dtype=torch.int64) if counts is None else counts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.bias) * self.counts + x * self.factor
+
+
 def _layer(rows: int = 2, width: int = 4) -> Any:
     """Return the captured layer of a model, after one forward, with functions."""
-    chain = Chain.from_module(Small(width).train(), [], {"x": torch.ones(rows, width)})
+    return _captured(Small(width), rows, width)
+
+
+def _captured(model: nn.Module, rows: int, width: int) -> Any:
+    chain = Chain.from_module(model.train(), [], {"x": torch.ones(rows, width)})
     layer = take_layers(chain, [0], torch.device("cpu"))[0]
     layer.forward({"x": torch.ones(rows, width)}, 0, 0, graph=True, record=True)
-    layer.functions = LayerFunctions(layer.layer.module)
+    layer.functions = LayerFunctions(layer.layer.module, SharedFunctions())
     return layer

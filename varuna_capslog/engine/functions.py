@@ -1,12 +1,14 @@
 """Plain functions of captured layers: a layer that has run often becomes one node of the autograd graph.
 
-Autograd makes a node for every operator of a layer, and a hook of Python gives gradients between layers their layout. A
-layer that has run `CALLS` times is traced for the sizes of these calls, forward and backward together, by torch's
-ahead-of-time tracing without decompositions. The trace is split into a forward and a backward function, whose saved
-tensors are values between them. Both are Python code that calls the same operators in the same order as autograd, so
-every number keeps its bits; they are taken only after outputs and gradients of one call were equal to autograd's.
-Operators that only look at a tensor in another way are left out where nothing needs them. A layer takes no more memory
-than with autograd, but that the gradients of several outputs stay until its backward ends, and once for that call.
+Autograd makes a node for every operator of a layer, and a hook of Python gives gradients between layers their layout.
+When layers that look alike have run `CALLS` times, one is traced for the sizes of these calls, forward and backward
+together, without decompositions. The trace is split into a forward and a backward function, whose saved tensors are
+values between them. Both are Python code that calls the same operators in the same order as autograd, so every number
+keeps its bits; they are taken only after outputs and gradients of one call were equal to autograd's. Operators that
+only look at a tensor in another way are left out where nothing needs them. Layers share functions, with weights as
+arguments, where one call of each runs the same operators on the same arguments, which alone decide the trace. A layer
+takes no more memory than with autograd, but that the gradients of several outputs stay until its backward ends, and
+once for that call.
 
 Captured layers alone have functions, since the code of others may do something else in a later call.
 """
@@ -16,15 +18,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from varuna_capslog.engine.offload import laid_out
 from varuna_capslog.model.capture.repeats import is_view
@@ -34,12 +39,12 @@ from varuna_capslog.model.capture.trial import same_bits
 if TYPE_CHECKING:
     from varuna_capslog.engine.layers import EngineLayer
 
-__all__ = ["CALLS", "LayerFunctions"]
+__all__ = ["CALLS", "LayerFunctions", "SharedFunctions"]
 
 _log = logging.getLogger(__name__)
 
 CALLS = 1000
-"""Calls of a layer at one size before it is traced: a trace takes as long as functions save in about as many calls."""
+"""Calls at one size of layers that look alike before these are traced: functions save as much time in so many calls."""
 _MOST_SIZES = 8
 """Number of different sizes after which a layer is never traced."""
 _aten = torch.ops.aten
@@ -47,13 +52,41 @@ _SAME = (_aten.alias.default, _aten.detach.default)
 """Operators that return the same tensor; autograd needs them, functions without it do not."""
 
 
-class LayerFunctions:
-    """Functions of one layer, by the sizes of its inputs; made when the layer has run often enough."""
+@dataclass
+class SharedFunctions:
+    """Functions that equal layers of an engine share.
 
-    def __init__(self, module: nn.Module) -> None:
+    calls: by what layers look like: sizes of parameters, buffers and inputs. traced: by all operators of a call; None
+    where no functions can be made of them.
+    """
+
+    calls: Counter[object] = field(default_factory=Counter)
+    traced: dict[str, _Traced | None] = field(default_factory=dict)
+
+    def of(self, module: nn.Module, tensors: Sequence[Tensor]) -> _OfLayer:
+        """Return the functions of a module for inputs of these sizes. Raises _NotTraceable, or torch's errors."""
+        state = dict(module.named_parameters()) | dict(module.named_buffers())
+        with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(devices=()):
+            operators = _text_of(_joint_graph(module, state, tensors)[0])
+            key = "\n".join([*map(str, map(_looks, (*state.values(), *tensors))), operators])
+            if key not in self.traced:
+                self.traced[key] = None
+                self.traced[key] = _Traced.of(module, state, tensors, operators)
+        traced = self.traced[key]
+        if traced is None:
+            raise _NotTraceable("an equal layer has no functions")
+        return _OfLayer(traced, list(state.values()))
+
+
+class LayerFunctions:
+    """Functions of one layer, by the sizes of its inputs; made when layers like it have run often enough."""
+
+    def __init__(self, module: nn.Module, shared: SharedFunctions) -> None:
         self._module = module  # not the layer: a cycle would keep its tensors until garbage collection
-        self._calls: dict[object, int] = {}
-        self._made: dict[object, Callable[..., Any]] = {}
+        self._shared = shared
+        self._looks = tuple(map(_looks, (*module.parameters(), *module.buffers())))
+        self._sizes: set[object] = set()
+        self._made: dict[object, _OfLayer] = {}
         self._ended = not _is_traceable(module)
         """True once no further call is counted: the layer has too many sizes, or could not be traced."""
 
@@ -70,33 +103,41 @@ class LayerFunctions:
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors)
         if (made := self._made.get(key)) is not None:
             return made
-        calls = self._calls[key] = self._calls.get(key, 0) + 1
-        if calls <= CALLS:
-            self._ended = len(self._calls) > _MOST_SIZES
+        kind = self._looks, key
+        self._shared.calls[kind] += 1
+        if self._shared.calls[kind] <= CALLS or key not in self._sizes:  # the first call shows what a layer does
+            self._sizes.add(key)
+            self._ended = len(self._sizes) > _MOST_SIZES
             return None
-        traced = self._traced(layer, tensors, reached)
-        self._ended = traced is None
-        if traced is not None:
-            self._made[key] = traced
-        return traced
+        made = self._of_layer(layer, tensors, reached)
+        self._ended = made is None
+        if made is not None:
+            self._made[key] = made
+        return made
 
-    def _traced(
+    def _of_layer(
         self, layer: EngineLayer, tensors: Sequence[Tensor], reached: Callable[[str], bool]
-    ) -> Callable[..., Any] | None:
+    ) -> _OfLayer | None:
         """Return the functions for these sizes; None where they cannot be made, or give other bits."""
         if not layer.plain or any(type(tensor) is not Tensor for tensor in tensors):
             return None
         try:
-            traced = _Traced.of(self._module, tensors)
-            carried = zip(layer.layer.writes, traced.carries, strict=True)
+            made = self._shared.of(self._module, tensors)
+            carried = zip(layer.layer.writes, made.traced.carries, strict=True)
             if not all(reached(name) for name, carries in carried if carries):
                 raise _NotTraceable("the loss does not depend on every output")
-            if not _have_equal_bits((self._module, traced), tensors, traced.trained):
+            if not _have_equal_bits((self._module, made), tensors, made.trained):
                 raise _NotTraceable("its functions give other bits")
         except Exception as error:  # of torch, for any operator that it cannot trace
             _log.debug("layer %s has no functions (%s: %s)", layer.name, type(error).__name__, error)
             return None
-        return traced
+        return made
+
+
+def _looks(tensor: Tensor) -> object:
+    """Return all properties of a parameter, buffer or input on which a trace depends."""
+    kind = type(tensor), tensor.dtype, tensor.device, tensor.requires_grad
+    return *kind, tuple(tensor.shape), tensor.stride()
 
 
 def _is_traceable(module: nn.Module) -> bool:
@@ -111,9 +152,7 @@ def _is_traceable(module: nn.Module) -> bool:
     )
 
 
-def _have_equal_bits(
-    ways: Sequence[Callable[..., Any]], tensors: Sequence[Tensor], trained: Sequence[nn.Parameter]
-) -> bool:
+def _have_equal_bits(ways: Sequence[Callable[..., Any]], tensors: Sequence[Tensor], trained: Sequence[Tensor]) -> bool:
     """Run a layer in each of two ways, with the same random numbers; return True where outputs and all gradients are
     equal to the bit, for a first microbatch and for a second one, those of the outputs afterwards, too: others may read
     these. Gradients that are there stay as they are.
@@ -171,69 +210,88 @@ class _Part:
 
 @dataclass
 class _Traced:
-    """Functions of a module for one size of its inputs; called as the module is.
+    """Functions of equal layers for one size of their inputs.
 
     Attributes:
-        trained: parameters that get a gradient.
+        trained: parameters that get a gradient, by their numbers among parameters and buffers.
         wanted: for each input, whether it gets a gradient. carries: for each output, whether it has one.
         strides: layout of the gradients of the outputs.
         forward: inputs -> outputs, then saved tensors. first, later: saved tensors and gradients of the outputs ->
             gradients of the inputs, after those of the parameters (first) or with those added to their sums (later).
-        forward_state, backward_state: parameters and buffers that are the functions' last arguments.
-        sums: numbers of the trained parameters whose sums are arguments of later, before those.
+        forward_state, backward_state: parameters and buffers that are the functions' last arguments, by number.
+        sums: places in `trained` of the parameters whose sums are arguments of later, before those.
     """
 
-    trained: list[nn.Parameter]
+    trained: list[int]
     wanted: list[bool]
     carries: list[bool]
     strides: list[tuple[int, ...]]
     forward: Callable[..., list[Any]]
     first: Callable[..., list[Any]]
     later: Callable[..., list[Any]]
-    forward_state: list[Tensor]
-    backward_state: list[Tensor]
+    forward_state: list[int]
+    backward_state: list[int]
     sums: list[int]
 
     @classmethod
-    def of(cls, module: nn.Module, inputs: Sequence[Tensor]) -> _Traced:
-        """Trace a module. Raises _NotTraceable, or torch's errors."""
-        state = dict(module.named_parameters()) | dict(module.named_buffers())
-        trained = [value for value in state.values() if isinstance(value, nn.Parameter) and value.requires_grad]
+    def of(cls, module: nn.Module, state: Mapping[str, Tensor], inputs: Sequence[Tensor], operators: str) -> _Traced:
+        """Trace a module on fake tensors, since only code that reads no values runs on them. operators: text of the
+        graph of a real call, which the trace must have. Raises _NotTraceable, or torch's errors.
+        """
+        values = list(state.values())
+        trained = [
+            number for number, value in enumerate(values) if isinstance(value, nn.Parameter) and value.requires_grad
+        ]
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = {name: mode.from_tensor(value) for name, value in state.items()}
+            graph, carries = _joint_graph(module, fakes, [mode.from_tensor(tensor) for tensor in inputs])
+        if _text_of(graph) != operators:
+            raise _NotTraceable("its code runs other operators on tensors without values")
+        _check(graph, len(state) + len(inputs))
+        _prune(graph)
+        forward, backward, strides = _split(graph, len(state), len(inputs), len(carries))
+        _sum_in_place(backward)
+        numbers = {node: number for number, node in enumerate(graph.find_nodes(op="placeholder"))}
+        first, later, sums = _with_sums(backward, [values[number] for number in trained])
+        functions = _code(forward, 0), _code(first, len(first.reads)), _code(later, len(backward.reads))
+        forward_state, backward_state = ([numbers[node] for node in part.state] for part in (forward, backward))
         wanted = [tensor.requires_grad for tensor in inputs]
-        with _disable_current_modes(), torch.enable_grad():
-            graph, carries = _joint_graph(module, state, inputs)
-            _check(graph, len(state) + len(inputs))
-            _prune(graph)
-            forward, backward, strides = _split(graph, len(state), len(inputs), len(carries))
-            _sum_in_place(backward)
-            tensors = dict(zip(graph.find_nodes(op="placeholder"), state.values(), strict=False))
-            first, later, sums = _with_sums(backward, trained)
-            functions = _code(forward, 0), _code(first, len(first.reads)), _code(later, len(backward.reads))
-        forward_state, backward_state = ([tensors[node] for node in part.state] for part in (forward, backward))
         return cls(trained, wanted, carries, strides, *functions, forward_state, backward_state, sums)
+
+
+class _OfLayer:
+    """Functions of one layer; called as the layer's module is. state: its parameters and buffers."""
+
+    def __init__(self, traced: _Traced, state: Sequence[Tensor]) -> None:
+        self.traced = traced
+        self.trained = [state[number] for number in traced.trained]
+        self._forward_state = [state[number] for number in traced.forward_state]
+        self._backward_state = [state[number] for number in traced.backward_state]
+        # makes a node where no input has a gradient
+        self._parameter = None if any(traced.wanted) else next(iter(self.trained), None)
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Run the forward as one node of the autograd graph, where an input or a parameter has a gradient."""
-        return _Node.apply(self, None if any(self.wanted) else next(iter(self.trained), None), *tensors)
+        return _Node.apply(self, self._parameter, *tensors)
 
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
         """Return the outputs and the saved tensors."""
-        results = self.forward(*tensors, *self.forward_state)
-        count = len(self.carries)
+        results = self.traced.forward(*tensors, *self._forward_state)
+        count = len(self.traced.carries)
         return results[:count], results[count:]
 
     def run_backward(self, saved: list[Any], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the wanted inputs; add those of the parameters to their `.grad`. Empties `saved`."""
-        carried = [gradient for gradient, carries in zip(gradients, self.carries, strict=True) if carries]
-        for gradient, stride in zip(carried, self.strides, strict=True):
+        traced, trained = self.traced, self.trained
+        carried = [gradient for gradient, carries in zip(gradients, traced.carries, strict=True) if carries]
+        for gradient, stride in zip(carried, traced.strides, strict=True):
             assert gradient is not None
             saved.append(laid_out(gradient, stride))
         del carried, gradients
-        trained = self.trained
-        sums = [trained[number].grad for number in self.sums]
+        sums = [trained[place].grad for place in traced.sums]
         if all(total is not None for total in sums):
-            return self.later(saved, *sums, *self.backward_state)
-        results = self.first(saved, *self.backward_state)
+            return traced.later(saved, *sums, *self._backward_state)
+        results = traced.first(saved, *self._backward_state)
         for parameter, gradient in zip(trained, results, strict=False):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -247,67 +305,99 @@ class _Node(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, traced: _Traced, parameter: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(context: Any, functions: _OfLayer, parameter: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the layer's forward. parameter: makes the node where no input has a gradient."""
-        outputs, context.saved = traced.run_forward(tensors)
-        context.traced = traced
-        if not all(traced.carries):
-            without = zip(outputs, traced.carries, strict=True)
+        outputs, context.saved = functions.run_forward(tensors)
+        context.functions, carried = functions, functions.traced.carries
+        if not all(carried):
+            without = zip(outputs, carried, strict=True)
             context.mark_non_differentiable(*[output for output, carries in without if not carries])
         return tuple(outputs)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the layer's backward; an output without a gradient has one of zeros here."""
-        traced, saved = context.traced, context.saved
+        functions, saved = context.functions, context.saved
         context.saved = None
-        results = iter(traced.run_backward(saved, gradients))
-        return (None, None, *[next(results) if wanted else None for wanted in traced.wanted])
+        results = iter(functions.run_backward(saved, gradients))
+        return (None, None, *[next(results) if wanted else None for wanted in functions.traced.wanted])
 
 
 def _joint_graph(
     module: nn.Module, state: Mapping[str, Tensor], inputs: Sequence[Tensor]
 ) -> tuple[fx.Graph, list[bool]]:
-    """Trace forward and backward together, on fake tensors; also return which outputs have a gradient.
+    """Run forward and backward; return the graph of all operators, and which outputs have a gradient.
 
     The graph's arguments are the state, the inputs and the gradients of the outputs that have one; its results are the
-    outputs, the gradients of trained parameters, and those of inputs that want one.
+    outputs, the gradients of trained parameters, and those of inputs that want one. Nodes hold their values as "val"
+    where these are fake tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    recorder = _Recorder()
+    for tensor in (*state.values(), *leaves):
+        recorder.keep(tensor, recorder.graph.placeholder("argument"))
+    with recorder:
+        written = functional_call(module, dict(state), tuple(leaves))
+    outputs = [written] if isinstance(written, Tensor) else list(written)
+    ends = [output for output in outputs if output.requires_grad]
+    gradients = [torch.zeros_like(output) for output in ends]
+    for gradient in gradients:
+        recorder.keep(gradient, recorder.graph.placeholder("argument"))
+    with recorder:
+        sources = [tensor for tensor in (*state.values(), *leaves) if tensor.requires_grad]
+        results = torch.autograd.grad(ends, sources, gradients, allow_unused=True)
+    recorder.graph.output([None if tensor is None else recorder.node(tensor) for tensor in (*outputs, *results)])
+    return recorder.graph, [output.requires_grad for output in outputs]
 
-    names = list(state)
 
-    def run(state: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        written = functional_call(module, dict(zip(names, state, strict=True)), tuple(inputs))
-        return (written,) if isinstance(written, Tensor) else tuple(written)
+class _Recorder(TorchDispatchMode):
+    """Mode that adds a node to `graph` for each operator that is called and returns or changes tensors."""
 
-    def both(state: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Any]:
-        outputs = run(state, inputs)
-        sources = [tensor for tensor in (*state, *inputs) if tensor.requires_grad]
-        ends = [output for output in outputs if output.requires_grad]
-        return [*outputs, *torch.autograd.grad(ends, sources, gradients, allow_unused=True)]
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self._nodes = WeakTensorKeyDictionary()
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    values = [mode.from_tensor(tensor) for tensor in state.values()]
-    leaves = [mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in inputs]
-    with mode:
-        outputs = run(values, leaves)
-        carries = [output.requires_grad for output in outputs]
-        gradients = [torch.zeros_like(output) for output in outputs if output.requires_grad]
-    traced = make_fx(both, tracing_mode="fake", _allow_non_fake_inputs=True)(values, leaves, gradients)
-    traced.graph.set_codegen(fx.graph.CodeGen())
-    return traced.graph, carries
+    def keep(self, value: Tensor, node: fx.Node) -> None:
+        """Record that a node makes this tensor."""
+        self._nodes[value] = node
+        if isinstance(value, FakeTensor):
+            node.meta["val"] = value
+
+    def node(self, value: Tensor) -> fx.Node:
+        """Return the node that made a tensor. Raises _NotTraceable for a constant of the code."""
+        node: fx.Node | None = self._nodes.get(value)
+        if node is None:
+            raise _NotTraceable("it has a tensor that is neither a parameter nor a buffer")
+        return node
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = pytree.tree_map_only(Tensor, self.node, (args, kwargs or {}))
+        if torch.Tag.inplace_view in func.tags and "val" in arguments[0][0].meta:
+            arguments[0][0].meta["val"] = args[0].detach()  # as it is before the change
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.keep(result, self.graph.call_function(func, *arguments))
+        elif isinstance(result, (tuple, list)) or func._schema.is_mutable:
+            node = self.graph.call_function(func, *arguments)
+            for place, part in enumerate(result or ()):
+                if isinstance(part, Tensor):
+                    self.keep(part, self.graph.call_function(operator.getitem, (node, place)))
+        return result
+
+
+def _text_of(graph: fx.Graph) -> str:
+    """Return a graph's operators with all arguments as text, alike for equal graphs only."""
+    rows = ((node.name, node.target, _text(node.args), _text([*node.kwargs.items()])) for node in graph.nodes)
+    return "\n".join(" ".join(map(str, row)) for row in rows)
 
 
 def _check(graph: fx.Graph, count: int) -> None:
-    """Raise _NotTraceable for constants of the code, for calls other than torch's operators, and for a graph that
-    changes one of its first `count` arguments.
+    """Raise _NotTraceable for calls other than torch's operators, and for a graph that changes one of its first `count`
+    arguments.
     """
     arguments = graph.find_nodes(op="placeholder")[:count]
     for node in graph.nodes:
-        if node.op == "get_attr":
-            raise _NotTraceable("it has a tensor that is neither a parameter nor a buffer")
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -423,7 +513,7 @@ def _read_by(calls: Collection[fx.Node], state: Sequence[fx.Node]) -> list[fx.No
     return [node for node in state if not readers.isdisjoint(node.users)]
 
 
-def _with_sums(part: _Part, trained: Sequence[nn.Parameter]) -> tuple[_Part, _Part, list[int]]:
+def _with_sums(part: _Part, trained: Sequence[Tensor]) -> tuple[_Part, _Part, list[int]]:
     """Return the backward of the first microbatch, that of later ones, and the numbers of the trained parameters to
     whose sums the later ones add, each as soon as its gradient is there.
 
@@ -504,7 +594,9 @@ def _call(node: fx.Node, scope: dict[str, Any]) -> str:
         return f"{_text(node.args[0])}[{node.args[1]}]"
     named = [f"{key}={_text(argument)}" for key, argument in node.kwargs.items()]
     arguments = [_text(argument) for argument in node.args] + named
-    name = _binding(node)
+    if "binding" not in node.meta:  # both backwards have the same nodes
+        node.meta["binding"] = _binding(node)
+    name: str | None = node.meta["binding"]
     if name is None:
         target: Any = node.target
         name = f"{target._opname}_{target._overloadname}"

@@ -20,7 +20,7 @@ from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.compiling import LayerCompiler
 from varuna_capslog.engine.executor import Contexts, Executor, Observer
-from varuna_capslog.engine.functions import LayerFunctions
+from varuna_capslog.engine.functions import LayerFunctions, SharedFunctions
 from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, specs_of_values, stage_dimensions
 from varuna_capslog.engine.interface import NO_REPORT, EngineParts, Load, RankReport, Verdict
 from varuna_capslog.engine.layers import EngineLayer, StatisticsBook, take_layers
@@ -143,8 +143,10 @@ class PipelineEngine:
         self._compiler = None if ready.device_type else self._made_compiler()
         # nothing of functions has run on an accelerator yet
         has_functions = device.type == "cpu" and not ready.device_type and not self._splits
+        shared = SharedFunctions()
         for layer in self.layers:
-            layer.functions = (layer.functions or LayerFunctions(layer.layer.module)) if has_functions else None
+            functions = layer.functions or LayerFunctions(layer.layer.module, shared)
+            layer.functions = functions if has_functions else None
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
         self._specs: dict[object, tuple[LateSpecs, Reach]] = {}
