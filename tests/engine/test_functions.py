@@ -150,7 +150,7 @@ def test_a_call_of_functions_takes_no_more_memory_than_autograd(name: str, monke
         layer.forward(reads, 0, 0, graph=True, record=True)
         monkeypatch.setattr(functions, "CALLS", 1)
         made = _made(layer, reads)
-        rows = [_peak(layer, reads, instead) for instead in (None, made)]
+        rows = [_peak(layer, reads, made_or_none) for made_or_none in (None, made)]
         assert made is not None
         written = layer.forward(reads, 0, 0, True, True)
         sizes = [tensor.nbytes for tensor in written.values() if tensor.requires_grad]
@@ -161,17 +161,26 @@ def test_a_call_of_functions_takes_no_more_memory_than_autograd(name: str, monke
     assert len(peaks) == len(chain)
 
 
-def _peak(layer: Any, reads: Mapping[str, Tensor], instead: Any) -> int:
+def _peak(layer: Any, reads: Mapping[str, Tensor], made: Any) -> int:
     """Return the peak of the second microbatch, whose gradients are added to those of the first."""
     for parameter in layer.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     with PeakProbe(torch.device("cpu")) as probe:
-        written = layer.forward(reads, 0, 0, True, True, instead)
+        _run(layer, reads, made)
+    return int(probe.peak_bytes)
+
+
+def _run(layer: Any, reads: Mapping[str, Tensor], made: Any) -> list[Tensor | None]:
+    """Run forward and backward, by autograd without `made`; return the gradients of the inputs."""
+    if made is None:
+        leaves = {key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in reads.items()}
+        written = layer.forward(leaves, 0, 0, True, True)
         ends = [tensor for tensor in written.values() if tensor.requires_grad]
         torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
-    for tensor in reads.values():
-        tensor.grad = None
-    return int(probe.peak_bytes)
+        return [leaf.grad for leaf in leaves.values() if leaf.requires_grad]
+    outputs, saved = made.forward([*reads.values()])
+    results: list[Tensor | None] = made.backward(saved, [torch.ones_like(output) for output in outputs])
+    return results
 
 
 def test_a_layer_is_traced_after_its_calls_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,13 +212,10 @@ def test_equal_layers_share_functions_and_similar_ones_do_not(
     assert made[0].traced is made[1].traced
     assert made[2].traced is not made[0].traced
     assert len(shared.traced) == 2
-    for layer, instead in zip(layers, made, strict=True):
+    for layer, its in zip(layers, made, strict=True):
         rows = []
-        for call in (layer.layer.module, instead):
-            x = reads["x"].detach().requires_grad_()
-            (output,) = layer.layer.run({"x": x}, call).values()
-            output.sum().backward()
-            rows.append([output, x.grad, *(parameter.grad for parameter in layer.parameters.values())])
+        for call in (None, its):
+            rows.append(_run(layer, reads, call) + [parameter.grad for parameter in layer.parameters.values()])
             layer.reset()
         assert all(one is two is None or torch.equal(one, two) for one, two in zip(*rows, strict=True))
 
@@ -253,7 +259,7 @@ def test_a_gradient_in_another_layout_changes_no_bit(monkeypatch: pytest.MonkeyP
     found = []
     for same in (gradient, gradient.t().contiguous().t()):
         bias.grad = None
-        made(torch.ones(128, 64))[0].backward(same)
+        made.backward(made.forward([torch.ones(128, 64)])[1], [same])
         found.append(bias.grad)
     assert torch.equal(*found)
 

@@ -1,4 +1,4 @@
-"""Plain functions of captured layers: a layer that has run often becomes one node of the autograd graph.
+"""Plain functions of captured layers: a layer that has run often needs no autograd.
 
 Autograd makes a node for every operator of a layer, and a hook of Python gives gradients between layers their layout.
 When layers that look alike have run `CALLS` times, one is traced for the sizes of these calls, forward and backward
@@ -16,6 +16,7 @@ Captured layers alone have functions, since the code of others may do something 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 from collections import Counter
@@ -35,11 +36,12 @@ from varuna_capslog.engine.offload import laid_out
 from varuna_capslog.model.capture.repeats import is_view
 from varuna_capslog.model.capture.runtime import CapturedGraph
 from varuna_capslog.model.capture.trial import same_bits
+from varuna_capslog.model.chain import TensorSpec
 
 if TYPE_CHECKING:
     from varuna_capslog.engine.layers import EngineLayer
 
-__all__ = ["CALLS", "LayerFunctions", "SharedFunctions"]
+__all__ = ["CALLS", "BoundFunctions", "LayerFunctions", "SharedFunctions"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class SharedFunctions:
     calls: Counter[object] = field(default_factory=Counter)
     traced: dict[str, _Traced | None] = field(default_factory=dict)
 
-    def of(self, module: nn.Module, tensors: Sequence[Tensor]) -> _OfLayer:
+    def of(self, module: nn.Module, tensors: Sequence[Tensor]) -> BoundFunctions:
         """Return the functions of a module for inputs of these sizes. Raises _NotTraceable, or torch's errors."""
         state = dict(module.named_parameters()) | dict(module.named_buffers())
         with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(devices=()):
@@ -75,7 +77,7 @@ class SharedFunctions:
         traced = self.traced[key]
         if traced is None:
             raise _NotTraceable("an equal layer has no functions")
-        return _OfLayer(traced, list(state.values()))
+        return BoundFunctions(traced, list(state.values()), tensors[0].device)
 
 
 class LayerFunctions:
@@ -86,14 +88,14 @@ class LayerFunctions:
         self._shared = shared
         self._looks = tuple(map(_looks, (*module.parameters(), *module.buffers())))
         self._sizes: set[object] = set()
-        self._made: dict[object, _OfLayer] = {}
+        self._made: dict[object, BoundFunctions] = {}
         self._ended = not _is_traceable(module)
         """True once no further call is counted: the layer has too many sizes, or could not be traced."""
 
     def instead(
         self, layer: EngineLayer, reads: Mapping[str, Tensor], reached: Callable[[str], bool]
-    ) -> Callable[..., Any] | None:
-        """Return what is called in place of the layer's module with the tensors that it reads; None: the module itself.
+    ) -> BoundFunctions | None:
+        """Return what runs in place of the layer's module with the tensors that it reads; None: the module itself.
 
         reached: whether the loss depends on the output of this name. Counts the call.
         """
@@ -117,7 +119,7 @@ class LayerFunctions:
 
     def _of_layer(
         self, layer: EngineLayer, tensors: Sequence[Tensor], reached: Callable[[str], bool]
-    ) -> _OfLayer | None:
+    ) -> BoundFunctions | None:
         """Return the functions for these sizes; None where they cannot be made, or give other bits."""
         if not layer.plain or any(type(tensor) is not Tensor for tensor in tensors):
             return None
@@ -126,7 +128,7 @@ class LayerFunctions:
             carried = zip(layer.layer.writes, made.traced.carries, strict=True)
             if not all(reached(name) for name, carries in carried if carries):
                 raise _NotTraceable("the loss does not depend on every output")
-            if not _have_equal_bits((self._module, made), tensors, made.trained):
+            if not _have_equal_bits(self._module, made, tensors):
                 raise _NotTraceable("its functions give other bits")
         except Exception as error:  # of torch, for any operator that it cannot trace
             _log.debug("layer %s has no functions (%s: %s)", layer.name, type(error).__name__, error)
@@ -152,41 +154,57 @@ def _is_traceable(module: nn.Module) -> bool:
     )
 
 
-def _have_equal_bits(ways: Sequence[Callable[..., Any]], tensors: Sequence[Tensor], trained: Sequence[Tensor]) -> bool:
-    """Run a layer in each of two ways, with the same random numbers; return True where outputs and all gradients are
-    equal to the bit, for a first microbatch and for a second one, those of the outputs afterwards, too: others may read
-    these. Gradients that are there stay as they are.
+def _have_equal_bits(module: nn.Module, functions: BoundFunctions, tensors: Sequence[Tensor]) -> bool:
+    """Run a layer by autograd and by its functions, with the same random numbers; return True where outputs and all
+    gradients are equal to the bit, for a first microbatch and for a second one, those of the outputs afterwards, too:
+    others may read these. Gradients that are there stay as they are.
     """
+    trained = functions.trained
     sums, state = [parameter.grad for parameter in trained], torch.get_rng_state()
     rows: list[list[Tensor | None]] = []
     try:
-        for way in ways:
+        for run in (functools.partial(_by_autograd, module), functions.forward):
             row: list[Tensor | None] = []
             for parameter in trained:
                 parameter.grad = None
             for _ in range(2):
                 torch.set_rng_state(state)
                 leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-                with torch.enable_grad():
-                    written = way(*leaves)
-                outputs = [written] if isinstance(written, Tensor) else list(written)
-                ends = [output for output in outputs if output.requires_grad]
+                outputs, saved = run(leaves)
+                carries = functions.traced.carries
+                ends = [output for output, carried in zip(outputs, carries, strict=True) if carried]
                 gradients = [torch.randn_like(output) for output in ends]
-                torch.autograd.backward(ends, gradients)
-                row += [*(output.detach() for output in outputs), *gradients, *(leaf.grad for leaf in leaves)]
+                if run == functions.forward:
+                    given = iter(gradients)
+                    results = functions.backward(saved, [next(given) if carried else None for carried in carries])
+                else:
+                    torch.autograd.backward(ends, gradients)
+                    results = [leaf.grad for leaf in leaves if leaf.requires_grad]
+                row += [*(output.detach() for output in outputs), *gradients, *results]
             rows.append([*row, *(parameter.grad for parameter in trained)])
     finally:
         torch.set_rng_state(state)
         for parameter, gradient in zip(trained, sums, strict=True):
             parameter.grad = gradient
-    return all(map(_is_equal, *rows))
+    return all(_is_equal(*pair) for pair in zip(*rows, strict=True))
+
+
+def _by_autograd(module: nn.Module, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    with torch.enable_grad():
+        written = module(*tensors)
+    return ([written] if isinstance(written, Tensor) else list(written)), []
 
 
 def _is_equal(first: Tensor | None, second: Tensor | None) -> bool:
     if first is None or second is None:
         return first is second
-    layouts = zip(first.shape, first.stride(), second.stride(), strict=True)
-    return all(one == other for size, one, other in layouts if size > 1) and same_bits(first, second)
+    return _has_layout(first, second.stride()) and same_bits(first, second)
+
+
+def _has_layout(tensor: Tensor, stride: Sequence[int]) -> bool:
+    """Return True for a tensor with these strides; strides of dimensions of size 1 do not count, as in autograd."""
+    layouts = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return tensor.stride() == stride or all(one == other for size, one, other in layouts if size > 1)
 
 
 class _NotTraceable(Exception):
@@ -215,7 +233,8 @@ class _Traced:
     Attributes:
         trained: parameters that get a gradient, by their numbers among parameters and buffers.
         wanted: for each input, whether it gets a gradient. carries: for each output, whether it has one.
-        strides: layout of the gradients of the outputs.
+        given: specs of the gradients of the outputs. got: layout of the wanted inputs.
+        draws: whether it draws random numbers.
         forward: inputs -> outputs, then saved tensors. first, later: saved tensors and gradients of the outputs ->
             gradients of the inputs, after those of the parameters (first) or with those added to their sums (later).
         forward_state, backward_state: parameters and buffers that are the functions' last arguments, by number.
@@ -225,7 +244,9 @@ class _Traced:
     trained: list[int]
     wanted: list[bool]
     carries: list[bool]
-    strides: list[tuple[int, ...]]
+    given: list[TensorSpec]
+    got: list[tuple[int, ...]]
+    draws: bool
     forward: Callable[..., list[Any]]
     first: Callable[..., list[Any]]
     later: Callable[..., list[Any]]
@@ -249,78 +270,61 @@ class _Traced:
             raise _NotTraceable("its code runs other operators on tensors without values")
         _check(graph, len(state) + len(inputs))
         _prune(graph)
+        draws = any(_draws(node) for node in graph.nodes)
         forward, backward, strides = _split(graph, len(state), len(inputs), len(carries))
         _sum_in_place(backward)
+        given = [TensorSpec.of(_value(node)) for node in backward.reads[len(backward.reads) - len(strides) :]]
         numbers = {node: number for number, node in enumerate(graph.find_nodes(op="placeholder"))}
         first, later, sums = _with_sums(backward, [values[number] for number in trained])
         functions = _code(forward, 0), _code(first, len(first.reads)), _code(later, len(backward.reads))
         forward_state, backward_state = ([numbers[node] for node in part.state] for part in (forward, backward))
         wanted = [tensor.requires_grad for tensor in inputs]
-        return cls(trained, wanted, carries, strides, *functions, forward_state, backward_state, sums)
+        got = [TensorSpec.of(tensor).stride for tensor in inputs if tensor.requires_grad]
+        return cls(trained, wanted, carries, given, got, draws, *functions, forward_state, backward_state, sums)
 
 
-class _OfLayer:
-    """Functions of one layer; called as the layer's module is. state: its parameters and buffers."""
+class BoundFunctions:
+    """Functions of one layer. state: its parameters and buffers."""
 
-    def __init__(self, traced: _Traced, state: Sequence[Tensor]) -> None:
-        self.traced = traced
+    def __init__(self, traced: _Traced, state: Sequence[Tensor], device: torch.device) -> None:
+        self.traced, self._device = traced, device
         self.trained = [state[number] for number in traced.trained]
         self._forward_state = [state[number] for number in traced.forward_state]
         self._backward_state = [state[number] for number in traced.backward_state]
-        # makes a node where no input has a gradient
-        self._parameter = None if any(traced.wanted) else next(iter(self.trained), None)
+        self._summed = [self.trained[place] for place in traced.sums]
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        """Run the forward as one node of the autograd graph, where an input or a parameter has a gradient."""
-        return _Node.apply(self, self._parameter, *tensors)
-
-    def run_forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        """Return the outputs and the saved tensors."""
-        results = self.traced.forward(*tensors, *self._forward_state)
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        """Return the outputs and the saved tensors; no output has requires_grad."""
+        with torch.no_grad():
+            results = self.traced.forward(*tensors, *self._forward_state)
         count = len(self.traced.carries)
-        return results[:count], results[count:]
+        outputs = [output.detach() if output.requires_grad else output for output in results[:count]]
+        return outputs, results[count:]
 
-    def run_backward(self, saved: list[Any], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the wanted inputs; add those of the parameters to their `.grad`. Empties `saved`."""
+    def backward(self, saved: list[Any], gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the wanted inputs, in the layout of these; add those of the parameters to their
+        `.grad`, each as soon as it is there. Empties both lists. gradients: of the outputs; None: zeros.
+        """
         traced, trained = self.traced, self.trained
         carried = [gradient for gradient, carries in zip(gradients, traced.carries, strict=True) if carries]
-        for gradient, stride in zip(carried, traced.strides, strict=True):
-            assert gradient is not None
-            saved.append(laid_out(gradient, stride))
-        del carried, gradients
-        sums = [trained[place].grad for place in traced.sums]
-        if all(total is not None for total in sums):
-            return traced.later(saved, *sums, *self._backward_state)
-        results = traced.first(saved, *self._backward_state)
-        for parameter, gradient in zip(trained, results, strict=False):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        return results[len(trained) :]
-
-
-class _Node(torch.autograd.Function):
-    """Node of a layer in the autograd graph.
-
-    Its backward adds gradients of parameters to `.grad` itself, as soon as each is there.
-    """
-
-    @staticmethod
-    def forward(context: Any, functions: _OfLayer, parameter: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the layer's forward. parameter: makes the node where no input has a gradient."""
-        outputs, context.saved = functions.run_forward(tensors)
-        context.functions, carried = functions, functions.traced.carries
-        if not all(carried):
-            without = zip(outputs, carried, strict=True)
-            context.mark_non_differentiable(*[output for output, carries in without if not carries])
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the layer's backward; an output without a gradient has one of zeros here."""
-        functions, saved = context.functions, context.saved
-        context.saved = None
-        results = iter(functions.run_backward(saved, gradients))
-        return (None, None, *[next(results) if wanted else None for wanted in functions.traced.wanted])
+        gradients.clear()
+        for spec, gradient in zip(traced.given, carried, strict=True):
+            saved.append(spec.zeros(self._device) if gradient is None else laid_out(gradient, spec.stride))
+        del carried, gradient
+        with torch.no_grad():
+            sums = [parameter.grad for parameter in self._summed]
+            if all(total is not None for total in sums):
+                results = traced.later(saved, *sums, *self._backward_state)
+            else:
+                results = traced.first(saved, *self._backward_state)
+                for parameter, gradient in zip(trained, results, strict=False):
+                    if gradient is not None:
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                del results[: len(trained)]
+            return [
+                gradient if gradient is None or _has_layout(gradient, stride) else laid_out(gradient, stride)
+                for gradient, stride in zip(results, traced.got, strict=True)
+            ]
 
 
 def _joint_graph(
@@ -455,9 +459,12 @@ def _value(node: fx.Node) -> Tensor:
 
 def _has_effect(node: fx.Node) -> bool:
     """Return True for arguments and results, and operators that change a tensor or draw random numbers."""
-    target: Any = node.target
-    draws = node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    return node.op in ("placeholder", "output") or draws or _is_mutable(node)
+    return node.op in ("placeholder", "output") or _draws(node) or _is_mutable(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Return True for an operator that draws random numbers."""
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _split(

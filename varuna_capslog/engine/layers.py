@@ -22,7 +22,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.functions import LayerFunctions
+from varuna_capslog.engine.functions import BoundFunctions, LayerFunctions
 from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.layout import Gradients, Layout
 from varuna_capslog.engine.offload import GradientBox, laid_out
@@ -37,6 +37,7 @@ __all__ = [
     "BatchStatistics",
     "CompiledForward",
     "EngineLayer",
+    "FunctionGraph",
     "LayerGraph",
     "StatisticsBook",
     "check_backend",
@@ -334,6 +335,32 @@ class LayerGraph:
         return outputs
 
 
+class FunctionGraph(LayerGraph):
+    """One forward of a layer by its functions, which takes the place of an autograd graph.
+
+    reads: values that the layer reads. writes: values that it writes.
+    """
+
+    def __init__(self, index: int, functions: BoundFunctions, reads: Sequence[Value], writes: Sequence[Value]) -> None:
+        super().__init__(index, writes=tuple(writes))
+        self._functions, self._saved = functions, list[Any]()
+        self._wanted = [value for value, wanted in zip(reads, functions.traced.wanted, strict=True) if wanted]
+
+    def forward(self, tensors: Sequence[Tensor]) -> dict[Value, Tensor]:
+        """Run the layer; return the tensors that it writes."""
+        outputs, self._saved = self._functions.forward(tensors)
+        return dict(zip(self.writes, outputs, strict=True))
+
+    def backward(self, gradients: Gradients) -> None:
+        """Differentiate the layer, as a graph of autograd."""
+        taken = [gradients.take(value) for value in self.writes]
+        if all(gradient is None for gradient in taken):
+            return
+        for value, gradient in zip(self._wanted, self._functions.backward(self._saved, taken), strict=True):
+            if gradient is not None:
+                gradients.add(value, self.first, gradient)
+
+
 def keep_layout(tensor: Tensor) -> None:
     """Give the tensor's gradient the layout of the tensor, as if the tensor crossed a cut."""
     stride, node, place = tensor.stride(), tensor.grad_fn, tensor.output_nr
@@ -450,6 +477,12 @@ class EngineLayer:
         """Context of autocast in which the layer runs."""
         return autocast_context(self.device.type, self._precision)
 
+    def seed(self, seeds: int) -> int:
+        """Seed torch's random numbers for this layer; return the seed. seeds: as for `forward`."""
+        seed = mix(self.index, after=seeds)
+        accelerator.seed(self.device, seed)
+        return seed
+
     def forward(
         self,
         values: Mapping[str, Tensor],
@@ -468,8 +501,7 @@ class EngineLayer:
             graph: keep the autograd graph. record: record running statistics (False in a recomputation).
             instead: called instead of the module, unless the layer is compiled.
         """
-        seed = mix(self.index, after=seeds)
-        accelerator.seed(self.device, seed)
+        seed = self.seed(seeds)
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
             return self.layer.run(values, instead)  # the code below would do the same, but slower
         versions = None

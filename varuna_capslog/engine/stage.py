@@ -6,6 +6,7 @@ microbatch from the forward to the backward: see `StageSegment`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.base.seeds import mixed
 from varuna_capslog.engine.halves import WeightHalf
-from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
+from varuna_capslog.engine.layers import EngineLayer, FunctionGraph, LayerGraph, keep_layout
 from varuna_capslog.engine.layout import GradientKey, Gradients, Ports, Reach, ports_of
 from varuna_capslog.engine.offload import HostTier, OffloadedCall, OffloadedTensor, entered
 from varuna_capslog.engine.parts import PartedForward
@@ -207,24 +208,36 @@ class StageSegment:
                 if layer.builds_graph and not graph:
                     wants = {value.name: specs[value].requires_grad for value in read}
                     reads = {name: tensor.detach().requires_grad_(wants[name]) for name, tensor in reads.items()}
+                parted = self._parted_forwards.get(layer.index) if graph else None
                 functions = None
-                if call is None:
-                    parted = self._parted_forwards.get(layer.index) if graph else None
-                    if graph and parted is None and layer.functions is not None:
-                        functions = layer.functions.instead(layer, reads, _reached(writes, context))
-                    outputs = layer.forward(reads, context.index, seeds, graph, record, parted or functions)
+                if open_graph is not None and call is None and parted is None and layer.functions is not None:
+                    functions = layer.functions.instead(layer, reads, _reached(writes, context))
+                if functions is not None:
+                    assert open_graph is not None
+                    if open_graph.first != layer.index:  # layers before this one run by autograd
+                        before = self._works[place - 1].writes.values()
+                        live.update(open_graph.close({value: live[value] for value in before if value in live}))
+                        state.graphs.append(open_graph)
+                        reads = {value.name: live[value] for value in read}
+                    if functions.traced.draws or (self.ends_in_loss and layer is self.layers[-1]):
+                        layer.seed(seeds)  # the loss may draw random numbers, too
+                    function_graph = FunctionGraph(layer.index, functions, read, [*writes.values()])
+                    written = function_graph.forward([*reads.values()])
+                    del reads
+                    state.graphs.append(function_graph)
+                    open_graph = None
                 else:
-                    with _taken(call, layer):
-                        outputs = layer.forward(reads, context.index, seeds, graph, record)
-                del reads
-                written = {writes[name]: tensor for name, tensor in outputs.items()}
-                del outputs
+                    with contextlib.nullcontext() if call is None else _taken(call, layer):
+                        outputs = layer.forward(reads, context.index, seeds, graph, record, parted)
+                    del reads
+                    written = {writes[name]: tensor for name, tensor in outputs.items()}
+                    del outputs
                 if open_graph is not None:
                     if self._ends(place, written, specs):
                         written = open_graph.close(written)
                         state.graphs.append(open_graph)
                         open_graph = None
-                    elif functions is None:  # functions lay their gradients out themselves
+                    else:
                         for value in handed_on:
                             if written[value].requires_grad:
                                 keep_layout(written[value])
