@@ -360,6 +360,10 @@ class FunctionGraph(LayerGraph):
             if gradient is not None:
                 gradients.add(value, self.first, gradient)
 
+    def backward_inputs(self, gradients: Gradients) -> WeightHalf:
+        """Not possible: an engine whose schedule splits backwards runs no functions."""
+        raise AssertionError("functions have no halves")
+
 
 def keep_layout(tensor: Tensor) -> None:
     """Give the tensor's gradient the layout of the tensor, as if the tensor crossed a cut."""
