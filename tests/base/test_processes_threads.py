@@ -44,6 +44,7 @@ WAITS = {
     "elastic/member/process_groups.py ProcessGroups.has_met": "is done",
     "elastic/member/process_groups.py ProcessGroups.take": "is done",
     "elastic/member/process_groups.py _throw_away": "is done",
+    "elastic/member/holdings.py Holdings.digest_at": "its pool's future takes what is raised; it computes",
     "elastic/member/inbox.py _Outgoing._run": "the member, whose `close` puts None",
     "elastic/notices/signals.py SignalListener._run": "the listener, whose `stop` puts None",
     "elastic/script.py current_script": "a ContextVar, no wait",

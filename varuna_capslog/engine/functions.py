@@ -175,8 +175,8 @@ def _have_equal_bits(module: nn.Module, functions: BoundFunctions, tensors: Sequ
                 ends = [output for output, carried in zip(outputs, carries, strict=True) if carried]
                 gradients = [torch.randn_like(output) for output in ends]
                 if run == functions.forward:
-                    given = iter(gradients)
-                    results = functions.backward(saved, [next(given) if carried else None for carried in carries])
+                    remaining = iter(gradients)
+                    results = functions.backward(saved, [next(remaining) if carried else None for carried in carries])
                 else:
                     torch.autograd.backward(ends, gradients)
                     results = [leaf.grad for leaf in leaves if leaf.requires_grad]
@@ -233,7 +233,7 @@ class _Traced:
     Attributes:
         trained: parameters that get a gradient, by their numbers among parameters and buffers.
         wanted: for each input, whether it gets a gradient. carries: for each output, whether it has one.
-        given: specs of the gradients of the outputs. got: layout of the wanted inputs.
+        gradient_specs: of the outputs' gradients. input_strides: layout of the wanted inputs.
         draws: whether it draws random numbers.
         forward: inputs -> outputs, then saved tensors. first, later: saved tensors and gradients of the outputs ->
             gradients of the inputs, after those of the parameters (first) or with those added to their sums (later).
@@ -244,8 +244,8 @@ class _Traced:
     trained: list[int]
     wanted: list[bool]
     carries: list[bool]
-    given: list[TensorSpec]
-    got: list[tuple[int, ...]]
+    gradient_specs: list[TensorSpec]
+    input_strides: list[tuple[int, ...]]
     draws: bool
     forward: Callable[..., list[Any]]
     first: Callable[..., list[Any]]
@@ -273,14 +273,25 @@ class _Traced:
         draws = any(_draws(node) for node in graph.nodes)
         forward, backward, strides = _split(graph, len(state), len(inputs), len(carries))
         _sum_in_place(backward)
-        given = [TensorSpec.of(_value(node)) for node in backward.reads[len(backward.reads) - len(strides) :]]
+        gradient_specs = [TensorSpec.of(_value(node)) for node in backward.reads[len(backward.reads) - len(strides) :]]
         numbers = {node: number for number, node in enumerate(graph.find_nodes(op="placeholder"))}
         first, later, sums = _with_sums(backward, [values[number] for number in trained])
         functions = _code(forward, 0), _code(first, len(first.reads)), _code(later, len(backward.reads))
         forward_state, backward_state = ([numbers[node] for node in part.state] for part in (forward, backward))
         wanted = [tensor.requires_grad for tensor in inputs]
-        got = [TensorSpec.of(tensor).stride for tensor in inputs if tensor.requires_grad]
-        return cls(trained, wanted, carries, given, got, draws, *functions, forward_state, backward_state, sums)
+        input_strides = [TensorSpec.of(tensor).stride for tensor in inputs if tensor.requires_grad]
+        return cls(
+            trained,
+            wanted,
+            carries,
+            gradient_specs,
+            input_strides,
+            draws,
+            *functions,
+            forward_state,
+            backward_state,
+            sums,
+        )
 
 
 class BoundFunctions:
@@ -308,7 +319,7 @@ class BoundFunctions:
         traced, trained = self.traced, self.trained
         carried = [gradient for gradient, carries in zip(gradients, traced.carries, strict=True) if carries]
         gradients.clear()
-        for spec, gradient in zip(traced.given, carried, strict=True):
+        for spec, gradient in zip(traced.gradient_specs, carried, strict=True):
             saved.append(spec.zeros(self._device) if gradient is None else laid_out(gradient, spec.stride))
         del carried, gradient
         with torch.no_grad():
@@ -323,7 +334,7 @@ class BoundFunctions:
                 del results[: len(trained)]
             return [
                 gradient if gradient is None or _has_layout(gradient, stride) else laid_out(gradient, stride)
-                for gradient, stride in zip(results, traced.got, strict=True)
+                for gradient, stride in zip(results, traced.input_strides, strict=True)
             ]
 
 

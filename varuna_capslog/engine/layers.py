@@ -361,7 +361,7 @@ class FunctionGraph(LayerGraph):
                 gradients.add(value, self.first, gradient)
 
     def backward_inputs(self, gradients: Gradients) -> WeightHalf:
-        """Not possible: an engine whose schedule splits backwards runs no functions."""
+        """Raise AssertionError: an engine whose schedule splits backwards runs no functions."""
         raise AssertionError("functions have no halves")
 
 
