@@ -125,6 +125,21 @@ class Member:
         self.holdings.live = self.at
         self.holdings.prune(step, behind=False)
 
+    def fail(self) -> None:
+        """Begin a step that is accepted, but not applied here, as where memory is lacking."""
+        after = Stamp(self.at.step + 1, self.generation)
+        for layer in self.copies:
+            self.holdings.updates[(layer, after.step)] = self.update_of(layer, after)
+        self.holdings.advance(self.held, self.generation, self.at.step)
+        self.held |= {(layer, self.at) for layer in self.copies}
+        self.holdings.scales[after.step] = 0.5
+        kept = frozenset(entry for entry in self.held if entry[1] == self.at and entry[0] in self.own | self.copies)
+        held = kept | {(layer, after) for layer in self.own | self.copies}
+        self.holdings.forget(held)
+        self.holdings.advance(held, self.generation, after.step)
+        self.holdings.take_back(after.step)
+        self.held = kept
+
     def shelve(self) -> None:
         self.holdings.shelve(self.held)
         self.holdings.adopt()
@@ -186,6 +201,15 @@ def test_a_copy_whose_boundary_before_is_not_held_is_proved_at_its_newest() -> N
     assert float(member.holdings.at(1, member.at)["w"][0]) == member.truth[1, member.at]
 
 
+def test_a_copy_makes_no_step_that_could_not_be_applied_here() -> None:
+    """Regression: it offered the boundary of that step, which the protocol had taken back."""
+    member = Member({0}, {1})
+    member.step()
+    member.fail()
+    assert member.holdings.copies[1].stamps == {member.at}
+    assert member.values() == member.expected()
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside the training"])
 @pytest.mark.parametrize("seed", range(40))
 def test_any_course_of_generations(monkeypatch, seed: int, beside: bool) -> None:
@@ -206,6 +230,8 @@ def test_any_course_of_generations(monkeypatch, seed: int, beside: bool) -> None
             assert member.values() == member.expected()
         if member.at.generation == member.generation and dice.random() < 0.3:
             assert member.check_digests() >= len(owned)
+        if dice.random() < 0.2:
+            member.fail()
         member.shelve()
         if dice.random() < 0.5:
             member.holdings.catch_up(dice.sample(layers, 2))

@@ -284,6 +284,13 @@ class Holdings:
                 copy.due = Due(copy.stamp, self.updates.pop((layer, step)), step, self.scales[step])
                 copy.stamp = Stamp(step, generation)
 
+    def take_back(self, step: int) -> None:
+        """Undo `advance` for an accepted step that this member could not apply: the updates wait again."""
+        for layer, copy in self.copies.items():
+            if copy.due is not None and copy.due.step == step:
+                self.updates[(layer, step)] = copy.due.update
+                copy.stamp, copy.due = copy.due.before, None
+
     def _can_follow(self, layer: int, copy: Copy, accepted: int) -> bool:
         """True where the copy's next step was accepted and the update is here."""
         step = copy.stamp.step + 1

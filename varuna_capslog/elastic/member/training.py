@@ -255,6 +255,7 @@ class Training:
             holdings.begin_digests(state.roles.shadows, effect.before)
         lack = self._change(effect.step)
         if lack is not None:
+            holdings.take_back(effect.step)
             raise NotApplied(lack)
         self._pressures = 0
         holdings.live = Stamp(effect.step, effect.generation)
