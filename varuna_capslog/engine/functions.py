@@ -163,23 +163,17 @@ def _have_equal_bits(module: nn.Module, functions: BoundFunctions, tensors: Sequ
     sums, state = [parameter.grad for parameter in trained], torch.get_rng_state()
     rows: list[list[Tensor | None]] = []
     try:
-        for run in (functools.partial(_by_autograd, module), functions.forward):
+        for run in (functools.partial(_by_autograd, module), functools.partial(_by_functions, functions)):
             row: list[Tensor | None] = []
             for parameter in trained:
                 parameter.grad = None
             for _ in range(2):
                 torch.set_rng_state(state)
                 leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-                outputs, saved = run(leaves)
-                carries = functions.traced.carries
-                ends = [output for output, carried in zip(outputs, carries, strict=True) if carried]
-                gradients = [torch.randn_like(output) for output in ends]
-                if run == functions.forward:
-                    remaining = iter(gradients)
-                    results = functions.backward(saved, [next(remaining) if carried else None for carried in carries])
-                else:
-                    torch.autograd.backward(ends, gradients)
-                    results = [leaf.grad for leaf in leaves if leaf.requires_grad]
+                outputs, differentiate = run(leaves)
+                carried = zip(outputs, functions.traced.carries, strict=True)
+                gradients = [torch.randn_like(output) if carries else None for output, carries in carried]
+                results = differentiate([*gradients])
                 row += [*(output.detach() for output in outputs), *gradients, *results]
             rows.append([*row, *(parameter.grad for parameter in trained)])
     finally:
@@ -189,10 +183,28 @@ def _have_equal_bits(module: nn.Module, functions: BoundFunctions, tensors: Sequ
     return all(_is_equal(*pair) for pair in zip(*rows, strict=True))
 
 
-def _by_autograd(module: nn.Module, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+Backward = Callable[[list[Tensor | None]], list[Tensor | None]]
+"""Maps the gradients of a layer's outputs to those of its wanted inputs."""
+
+
+def _by_autograd(module: nn.Module, leaves: Sequence[Tensor]) -> tuple[list[Tensor], Backward]:
+    """Return a module's outputs and its backward by autograd."""
     with torch.enable_grad():
-        written = module(*tensors)
-    return ([written] if isinstance(written, Tensor) else list(written)), []
+        written = module(*leaves)
+    outputs = [written] if isinstance(written, Tensor) else list(written)
+
+    def backward(gradients: list[Tensor | None]) -> list[Tensor | None]:
+        ends = [output for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        torch.autograd.backward(ends, [gradient for gradient in gradients if gradient is not None])
+        return [leaf.grad for leaf in leaves if leaf.requires_grad]
+
+    return outputs, backward
+
+
+def _by_functions(functions: BoundFunctions, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Backward]:
+    """Return a layer's outputs and its backward by its functions."""
+    outputs, saved = functions.forward(tensors)
+    return outputs, functools.partial(functions.backward, saved)
 
 
 def _is_equal(first: Tensor | None, second: Tensor | None) -> bool:

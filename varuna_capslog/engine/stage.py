@@ -227,7 +227,7 @@ class StageSegment:
                     state.graphs.append(function_graph)
                     open_graph = None
                 else:
-                    with contextlib.nullcontext() if call is None else _taken(call, layer):
+                    with _taken(call, layer):
                         outputs = layer.forward(reads, context.index, seeds, graph, record, parted)
                     del reads
                     written = {writes[name]: tensor for name, tensor in outputs.items()}
@@ -315,7 +315,10 @@ def _alive(chain: Chain, layers: Sequence[int], ports: Ports) -> list[frozenset[
     return alive[::-1]
 
 
-def _taken(call: OffloadedCall, layer: EngineLayer) -> AbstractContextManager[Any]:
+def _taken(call: OffloadedCall | None, layer: EngineLayer) -> AbstractContextManager[Any]:
+    """Context in which `call` takes what the layer's graph saves; None: it stays on the device."""
+    if call is None:
+        return contextlib.nullcontext()
     module = layer.layer.module
     return call.taking_what_is_saved([*module.parameters(), *module.buffers()])
 

@@ -178,7 +178,7 @@ class _Candidates:
         """True once under every schedule either no plan is faster than the best, or the fastest cuts keep everything
         and fit, so that no interval gives a shorter step.
         """
-        return self.fits and all(name in self._fits_kept or self._is_slower(name) for name in self.chains)
+        return all(name in self._fits_kept or self._is_slower(name) for name in self.chains)
 
     def _is_slower(self, schedule: str) -> bool:
         """Return True where, by its bound, no plan under this schedule is faster than the best plan."""

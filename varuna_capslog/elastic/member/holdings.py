@@ -86,9 +86,7 @@ class Holdings:
         self._shelf: dict[int, Copy] = {}
         self._stepping: Callable[[], None] | None = None
         self._digests: dict[tuple[int, Stamp], Future[bytes]] = {}
-        # with as many threads inside torch as the member's own: the setting may count for the whole process
-        threads = torch.get_num_threads()
-        self._beside = ThreadPoolExecutor(1, "digests", initializer=torch.set_num_threads, initargs=(threads,))
+        self._beside = _thread_beside("digests")
         self.updates: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         self.scales: dict[int, float] = {}
 
@@ -341,6 +339,13 @@ class Holdings:
             self.scales = {number: scale for number, scale in self.scales.items() if number >= oldest}
 
 
+def _thread_beside(name: str) -> ThreadPoolExecutor:
+    """Return a thread for work beside the member's own, with as many threads inside torch as that has: a kernel's bits
+    may depend on their number, and the setting may count for the whole process.
+    """
+    return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+
+
 def _digest_of(copy: Copy, stepping: Callable[[], None] | None) -> bytes:
     """Return the digest of a copy once the step that it makes has ended."""
     if stepping is not None:
@@ -362,9 +367,7 @@ class LayerCopies:
         self._chain, self._options, self._device = chain, options, device
         self._trained: dict[int, EngineLayer] = {}
         self._followers: WeakValueDictionary[int, layer_state.Follower] = WeakValueDictionary()
-        # with as many threads inside torch as this one has: a kernel's bits may depend on that
-        threads = torch.get_num_threads()
-        self._beside = ThreadPoolExecutor(1, "copies", initializer=torch.set_num_threads, initargs=(threads,))
+        self._beside = _thread_beside("copies")
 
     def keep(self, layers: Iterable[EngineLayer]) -> None:
         """Keep the layers that a generation's engine trained here, once it has ended."""
